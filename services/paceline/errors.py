@@ -1,0 +1,108 @@
+"""What can go wrong, as types: one root, few children, data as fields.
+
+Every error carries a `reason` (stable, UPPER_SNAKE_CASE, part of the public contract), a sentence that says what to
+do, and optional details. `rpc.py` holds the one table that maps them to gRPC codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class PacelineError(Exception):
+    """Root of every error that Paceline raises on purpose; `str(error)` is one sentence for a person."""
+
+    reason = "INTERNAL"
+
+    def __init__(self, message: str, *, reason: str | None = None, details: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if reason is not None:
+            self.reason = reason
+        self.details = dict(details or {})
+
+
+class InvalidRequest(PacelineError):
+    """A value in the request is out of range or of the wrong form; `parameter` names it."""
+
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, message: str, *, parameter: str) -> None:
+        super().__init__(message, details={"parameter": parameter})
+        self.parameter = parameter
+
+
+class PayloadInvalid(PacelineError):
+    """A message item is malformed: ids outside the vocabulary, wrong lengths, an undecodable distribution."""
+
+    reason = "PAYLOAD_INVALID"
+
+
+class ContextTooLong(PacelineError):
+    """The prompt does not fit into the model's context."""
+
+    reason = "CONTEXT_TOO_LONG"
+
+
+class SessionNotFound(PacelineError):
+    """The replica holds no such session: it was never opened here, was closed, or has idled too long."""
+
+    reason = "SESSION_NOT_FOUND"
+
+
+class StaleEpoch(PacelineError):
+    """The session lives on under a newer epoch; the older holder must let go."""
+
+    reason = "STALE_EPOCH"
+
+
+class LengthMismatch(PacelineError):
+    """The item does not join on to what the replica knows; the session must be opened again from its tokens."""
+
+    reason = "LENGTH_MISMATCH"
+
+
+class ModelMismatch(PacelineError):
+    """Drafter and target, or request and model, do not speak the same token ids."""
+
+    reason = "MODEL_MISMATCH"
+
+
+class ModelUnavailable(PacelineError):
+    """The model cannot be found or loaded."""
+
+    reason = "MODEL_NOT_FOUND"
+
+
+class QueueFull(PacelineError):
+    """A bound on sessions or queued work is reached; try again after `retry_after_s`."""
+
+    reason = "QUEUE_FULL"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TargetUnavailable(PacelineError):
+    """The target is gone or does not answer; nothing that was streamed is lost, but the answer cannot go on."""
+
+    reason = "TARGET_UNAVAILABLE"
+
+
+class DrafterUnavailable(PacelineError):
+    """The drafter is gone; the session goes on without it."""
+
+    reason = "DRAFTER_UNAVAILABLE"
+
+
+class DeadlineExceeded(PacelineError):
+    """The caller's time is used up."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class StartupFailed(PacelineError):
+    """A service cannot start: its port is taken, its settings contradict each other, a peer refuses."""
+
+    reason = "STARTUP_FAILED"
