@@ -21,6 +21,8 @@ from enum import StrEnum
 from paceline.errors import InvalidRequest
 
 MAX_SEED = 2**64 - 1
+MAX_DRAFT_LENGTH = 64  # tokens of one draft
+MAX_CREDIT = 2 * MAX_DRAFT_LENGTH + 1  # tokens drafted beyond the committed ones
 
 
 class VerificationRule(StrEnum):

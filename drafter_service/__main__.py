@@ -1,0 +1,3 @@
+from drafter_service.app import main
+
+main()

@@ -1,0 +1,245 @@
+"""One request from admission to its last token: tokenize, plan, run the session, and say what happened.
+
+The events are the values that clients see (`paceline.generation`). Knows nothing of gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+import structlog
+
+from orchestrator.clients import DrafterClient, TargetClient
+from orchestrator.drafting import DraftsWithFallback, NoDrafts
+from orchestrator.finish import Delivered, OutputTracker
+from orchestrator.finish import StopConditions as EndConditions
+from orchestrator.loop import DraftSource, SpeculationPlan, run_session
+from orchestrator.text import IncrementalDetokenizer, Tokenizer
+from paceline.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, QueueFull, TargetUnavailable
+from paceline.generation import (
+    Delta,
+    Event,
+    Finished,
+    GenerationRequest,
+    Schedule,
+    ServerInfo,
+    SpeculationOptions,
+    SpeculationUsage,
+    Started,
+    Usage,
+)
+from paceline.lookup.ngram import NgramIndex
+from paceline.settings import OrchestratorSettings
+from paceline.telemetry import SpeculationMetrics
+from paceline.types import ModelInfo, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
+
+logger = structlog.get_logger(__name__)
+
+# Seeds that we draw ourselves survive JSON readers that keep numbers as doubles.
+_DRAWN_SEED_BITS = 53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Everything decided about a request before its first round."""
+
+    spec: SessionSpec
+    prompt_ids: tuple[int, ...]
+    ends: EndConditions
+    speculation: SpeculationPlan
+    deadline_s: float | None  # time.monotonic()
+
+
+class Generator:
+    """Answers requests with one target and, if there is one, a drafter. Invariant: `running <= max_sessions`."""
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        tokenizer: Tokenizer,
+        *,
+        target: TargetClient,
+        drafter: DrafterClient | None,
+        metrics: SpeculationMetrics,
+    ) -> None:
+        self._settings, self._tokenizer = settings, tokenizer
+        self._target, self._drafter, self._metrics = target, drafter, metrics
+        self.running = 0
+
+    def info(self) -> ServerInfo:
+        drafter = self._drafter
+        return ServerInfo(
+            target=self._target_info(),
+            drafter=drafter.info if drafter and drafter.is_connected else None,
+            speculation=SpeculationOptions(
+                rule=VerificationRule(self._settings.rule),
+                draft_length=self._settings.draft_length,
+                schedule=Schedule(self._settings.schedule),
+            ),
+        )
+
+    async def generate(self, request: GenerationRequest, *, timeout_s: float | None) -> AsyncGenerator[Event]:
+        """Stream one answer. Raises `PacelineError`: what was streamed before stays valid."""
+        if self.running >= self._settings.max_sessions:
+            raise QueueFull(f"{self.running} answers are running, which is the limit here; try again in a moment.")
+        self.running += 1
+        outcome = "failed"
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for event in self._answer(self._plan(request, timeout_s)):
+                    yield event
+            outcome = "finished"
+        except TimeoutError:
+            outcome = "late"
+            raise DeadlineExceeded("The time allowed for this answer is used up; allow more or ask for less.") from None
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        finally:
+            self.running -= 1
+            self._metrics.requests.labels(outcome=outcome).inc()
+
+    async def _answer(self, plan: _Plan) -> AsyncIterator[Event]:
+        started_s = time.perf_counter()
+        spec, stats = plan.spec, SpeculationStats()
+        yield Started(request_id=spec.session_id, seed=spec.seed, prompt_tokens=len(plan.prompt_ids))
+        output = OutputTracker(IncrementalDetokenizer(self._tokenizer), plan.ends)
+        async with AsyncExitStack() as sessions:
+            target = await sessions.enter_async_context(
+                self._target.session(
+                    spec, verify_deadline_s=self._settings.verify_deadline_s, deadline_s=plan.deadline_s
+                )
+            )
+            drafts = self._open_drafts(plan, sessions)
+            rounds = run_session(
+                spec, plan.prompt_ids, plan.speculation, target=target, drafts=drafts, output=output, stats=stats
+            )
+            async for result in rounds:
+                delivery = result.delivery
+                yield Delta(
+                    text=delivery.text,
+                    token_ids=delivery.token_ids,
+                    origins=result.origins,
+                    pieces=delivery.pieces,
+                )
+        self._metrics.record(stats)
+        yield _finished(plan, delivery, output, stats, elapsed_s=time.perf_counter() - started_s)
+
+    def _open_drafts(self, plan: _Plan, sessions: AsyncExitStack) -> DraftSource:
+        settings = self._settings
+        if self._drafter is None or plan.speculation.schedule is Schedule.PLAIN:
+            return NoDrafts()
+        remote = sessions.enter_context(self._drafter.session(plan.spec, draft_deadline_s=settings.draft_deadline_s))
+        if settings.fallback == "none":
+            return DraftsWithFallback(remote, None)
+        lookup = NgramIndex(prompt_lookup_min=settings.prompt_lookup_min, prompt_lookup_max=settings.prompt_lookup_max)
+        return DraftsWithFallback(remote, lookup)
+
+    def _plan(self, request: GenerationRequest, timeout_s: float | None) -> _Plan:
+        target = self._target_info()
+        prompt_ids = self._prompt_ids(request, target)
+        stopping = request.stopping
+        room = target.max_context - len(prompt_ids)
+        max_tokens = self._settings.default_max_tokens if stopping.max_tokens is None else stopping.max_tokens
+        if max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1.", parameter="max_tokens")
+        end_token_ids = set(stopping.stop_token_ids) | (set() if stopping.ignore_eos else set(target.eos_token_ids))
+        # The target bans the end tokens until min_tokens are out, so it must know them.
+        sampling = replace(request.sampling, stop_token_ids=tuple(sorted(end_token_ids)))
+        sampling.check_vocabulary(target.vocab_size)
+        options = request.speculation
+        draft_length = self._settings.draft_length if options.draft_length is None else options.draft_length
+        schedule = options.schedule or Schedule(self._settings.schedule)
+        spec = SessionSpec(
+            session_id=uuid.uuid4().hex,
+            prompt_length=len(prompt_ids),
+            sampling=sampling,
+            seed=secrets.randbits(_DRAWN_SEED_BITS) if request.seed is None else request.seed,
+            rule=self._rule(options.rule, sampling),
+            vocab_size=target.vocab_size,
+        )
+        return _Plan(
+            spec=spec,
+            prompt_ids=prompt_ids,
+            ends=EndConditions(
+                max_tokens=min(max_tokens, room),
+                min_tokens=sampling.min_tokens,
+                stop=stopping.stop,
+                stop_token_ids=frozenset(end_token_ids),
+            ),
+            speculation=SpeculationPlan(
+                schedule=schedule if draft_length and self._drafter else Schedule.PLAIN, draft_length=draft_length
+            ),
+            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
+        )
+
+    def _prompt_ids(self, request: GenerationRequest, target: ModelInfo) -> tuple[int, ...]:
+        if request.token_ids is not None:
+            ids = list(request.token_ids)
+        elif request.messages is not None:
+            ids = self._tokenizer.encode_chat([(message.role, message.content) for message in request.messages])
+        else:
+            ids = self._tokenizer.encode(request.text or "")
+        if not ids:
+            raise InvalidRequest("The prompt holds no token; give at least one.", parameter="prompt")
+        wrong = next((token_id for token_id in ids if not 0 <= token_id < target.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"The prompt holds token id {wrong}, but the model's ids are 0 to {target.vocab_size - 1}.",
+                parameter="token_ids",
+            )
+        longest = min(target.max_context - 1, self._settings.max_prompt_tokens)
+        if len(ids) > longest:
+            raise ContextTooLong(f"The prompt has {len(ids)} tokens, but at most {longest} fit here; shorten it.")
+        return tuple(ids)
+
+    def _rule(self, asked: VerificationRule | None, sampling: SamplingParams) -> VerificationRule:
+        rule = asked or VerificationRule(self._settings.rule)
+        if sampling.is_greedy:
+            return VerificationRule.GREEDY
+        if rule is VerificationRule.GREEDY:
+            raise InvalidRequest(
+                "rule greedy needs temperature 0; ask for rejection or coupled above it.", parameter="rule"
+            )
+        return rule
+
+    def _target_info(self) -> ModelInfo:
+        info = self._target.info
+        if info is None or not self._target.is_connected:
+            raise TargetUnavailable("The target does not answer; ask again in a moment.")
+        return info
+
+
+def _finished(
+    plan: _Plan, delivery: Delivered, output: OutputTracker, stats: SpeculationStats, *, elapsed_s: float
+) -> Finished:
+    assert delivery.finish_reason is not None, "the rounds end with the answer"
+    return Finished(
+        finish_reason=delivery.finish_reason,
+        text=output.finish(),
+        usage=Usage(prompt_tokens=len(plan.prompt_ids), completion_tokens=output.output_length),
+        speculation=SpeculationUsage(
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            num_accepted_tokens_per_pos=tuple(stats.accepted_per_position),
+            num_draft_tokens_per_pos=tuple(stats.drafted_per_position),
+            acceptance_rate=stats.acceptance_rate,
+            mean_acceptance_length=stats.mean_acceptance_length,
+            per_token_acceptance=stats.per_token_acceptance,
+            rounds=stats.rounds,
+            plain_rounds=stats.plain_rounds,
+            fallback_rounds=stats.fallback_rounds,
+            target_busy_s=stats.target_busy_s,
+            draft_wait_s=stats.draft_wait_s,
+            elapsed_s=elapsed_s,
+            rule=plan.spec.rule,
+            schedule=plan.speculation.schedule,
+        ),
+    )

@@ -1,0 +1,35 @@
+"""The command line `paceline`; every command is a thin layer over `paceline.client` and `paceline.local_stack`."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import typer
+
+from paceline.cli.demo import demo
+from paceline.cli.generate import generate
+from paceline.cli.up import up
+
+_EXIT_TERMINATED = 128 + signal.SIGTERM
+
+app = typer.Typer(
+    name="paceline",
+    help="Distributed speculative decoding: a drafter rides ahead, the target checks, the text stays the target's.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(generate)
+app.command()(demo)
+app.command()(up)
+
+
+def main() -> None:
+    """Run one command; a polite request to terminate stops what the command has started, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _leave)
+    app()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(_EXIT_TERMINATED)

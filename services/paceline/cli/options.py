@@ -1,0 +1,127 @@
+"""Options that several commands share, each described once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.request_fields import RuleChoice
+from paceline.client import Schedule
+
+MODELS = "Models"
+SPECULATION = "Speculation"
+SAMPLING = "Sampling"
+ENDING = "Ending"
+OUTPUT = "Output"
+
+
+class DtypeChoice(StrEnum):
+    """Arithmetic of the models."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+Target = Annotated[
+    str | None,
+    typer.Option("--target", metavar="MODEL", help="Hugging Face model id or local folder.", rich_help_panel=MODELS),
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        metavar="MODEL|ngram|none",
+        help="A model with the target's tokenizer, prompt lookup (ngram, the default), or no drafter.",
+        rich_help_panel=MODELS,
+    ),
+]
+Dtype = Annotated[
+    DtypeChoice | None,
+    typer.Option("--dtype", help="Arithmetic; auto measures which is faster here.", rich_help_panel=MODELS),
+]
+ScheduleOption = Annotated[
+    Schedule | None,
+    typer.Option("--schedule", help="Whether drafting waits for each verdict.", rich_help_panel=SPECULATION),
+]
+Rule = Annotated[
+    RuleChoice | None,
+    typer.Option("--rule", help="How drafts are judged above temperature 0.", rich_help_panel=SPECULATION),
+]
+DraftLength = Annotated[
+    int | None,
+    typer.Option("--draft-length", min=0, max=64, help="Tokens of one draft.", rich_help_panel=SPECULATION),
+]
+
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", help="0 takes the most probable token; 1 if left out.", rich_help_panel=SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", help="Keep the most probable tokens up to this share.", rich_help_panel=SAMPLING),
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", help="Keep the K most probable tokens; 0: all.", rich_help_panel=SAMPLING)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", help="Drop tokens below this share of the most probable one.", rich_help_panel=SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", help="Above 1: against tokens seen so far.", rich_help_panel=SAMPLING),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option("--presence-penalty", help="Against tokens of the answer so far.", rich_help_panel=SAMPLING),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option("--frequency-penalty", help="Against tokens of the answer, for each time.", rich_help_panel=SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Repeats an answer; if left out one is drawn and shown.", rich_help_panel=SAMPLING),
+]
+
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", help="Most tokens of the answer.", rich_help_panel=ENDING)
+]
+MinTokens = Annotated[
+    int | None, typer.Option("--min-tokens", help="Fewest tokens before a stop token.", rich_help_panel=ENDING)
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="Cut in front of this text; repeatable.", rich_help_panel=ENDING),
+]
+IgnoreEos = Annotated[
+    bool | None, typer.Option("--ignore-eos", help="Go on past the model's end tokens.", rich_help_panel=ENDING)
+]
+
+Raw = Annotated[bool | None, typer.Option("--raw", help="Continue the prompt as it stands, without the chat template.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Write one JSON object instead of the text.", rich_help_panel=OUTPUT)
+]
+ShowDrafts = Annotated[
+    bool, typer.Option("--show-drafts", help="Colour the tokens by their origin.", rich_help_panel=OUTPUT)
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help='Answer each line, a JSON object such as {"prompt": "Hi", "seed": 1}, with one JSON object; - reads '
+        "standard input.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Concurrency = Annotated[
+    int, typer.Option("--concurrency", min=1, help="Requests of --prompts that run at once.", rich_help_panel=OUTPUT)
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait for one whole answer.")
+]

@@ -1,0 +1,278 @@
+"""What goes into one answer and what comes out of it, as values; the words are those of `generation_service.proto`.
+
+Knows nothing of gRPC, tensors or models; `client` carries these values over the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from paceline.errors import InvalidRequest, PacelineError
+from paceline.types import MAX_SEED, FinishReason, ModelInfo, Origin, SamplingParams, VerificationRule
+
+MAX_DRAFT_LENGTH = 64
+MAX_STOP_STRINGS = 16
+ROLES = ("system", "user", "assistant")
+_MAX_UINT32 = 2**32 - 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Requests
+
+
+class Schedule(StrEnum):
+    """The order of drafting and verification."""
+
+    PLAIN = "plain"  # no drafts
+    SEQUENTIAL = "sequential"  # draft, wait, verify, wait
+    PIPELINED = "pipelined"  # the next draft is made while the current one is verified
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopConditions:
+    """When and how the answer ends."""
+
+    max_tokens: int | None = None  # None: the deployment's default
+    stop: tuple[str, ...] = ()  # the text is cut in front of the first of these
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """How to speculate; None takes the deployment's default. It changes the speed alone."""
+
+    rule: VerificationRule | None = None
+    draft_length: int | None = None  # tokens of one draft, 0 to 64; 0 decodes plainly
+    schedule: Schedule | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One answer to ask for; exactly one of `text`, `token_ids` and `messages` is the prompt.
+
+    Raises `InvalidRequest`, which names the parameter, for what the protocol cannot carry.
+    """
+
+    text: str | None = None  # tokenized as it stands
+    token_ids: tuple[int, ...] | None = None  # used as they are
+    messages: tuple[ChatMessage, ...] | None = None  # put into the model's own chat template
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stopping: StopConditions = field(default_factory=StopConditions)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    seed: int | None = None  # None: one is drawn and reported
+
+    def __post_init__(self) -> None:
+        given = [prompt for prompt in (self.text, self.token_ids, self.messages) if prompt is not None]
+        if len(given) != 1:
+            raise InvalidRequest("A request needs one prompt: text, token ids or chat messages.", parameter="prompt")
+        _require_text("prompt", self.text or "")
+        _require_range("token_ids", self.token_ids or ())
+        for message in self.messages or ():
+            _require_role(message.role)
+            _require_text("messages", message.content)
+        _check_sampling(self.sampling)
+        _check_stopping(self.stopping)
+        _require_range("draft_length", _present(self.speculation.draft_length), highest=MAX_DRAFT_LENGTH)
+        _require_range("seed", _present(self.seed), highest=MAX_SEED)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    """`SamplingParams` has checked what the values mean; left is what a uint32 can carry."""
+    _require_range("top_k", [sampling.top_k])
+    _require_range("min_tokens", [sampling.min_tokens])
+    _require_range("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+    _require_range("banned_token_ids", sampling.banned_token_ids)
+    _require_range("allowed_token_ids", sampling.allowed_token_ids or ())
+    _require_range("stop_token_ids", sampling.stop_token_ids)
+
+
+def _check_stopping(stopping: StopConditions) -> None:
+    _require_range("max_tokens", _present(stopping.max_tokens))
+    _require_range("stop_token_ids", stopping.stop_token_ids)
+    if len(stopping.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"stop must hold at most {MAX_STOP_STRINGS} strings, not {len(stopping.stop)}.", parameter="stop"
+        )
+    for stop in stopping.stop:
+        if not stop:
+            raise InvalidRequest("stop must not hold an empty string.", parameter="stop")
+        _require_text("stop", stop)
+
+
+def _present(value: int | None) -> tuple[int, ...]:
+    return () if value is None else (value,)
+
+
+def _require_range(parameter: str, values: Sequence[int], *, highest: int = _MAX_UINT32) -> None:
+    for value in values:
+        if not 0 <= value <= highest:
+            raise InvalidRequest(f"{parameter} must lie in [0, {highest}], not {value}.", parameter=parameter)
+
+
+def _require_text(parameter: str, text: str) -> None:
+    """Half of a surrogate pair is no character, and protobuf refuses it in words that help nobody."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{parameter} is not valid Unicode text.", parameter=parameter) from error
+
+
+def _require_role(role: str) -> None:
+    if role not in ROLES:
+        raise InvalidRequest(
+            f"The role of a message must be one of {', '.join(ROLES)}, not {role!r}.", parameter="messages"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+class IncompleteAnswer(PacelineError):
+    """The stream ended without saying how the answer finished; what arrived is not the whole answer."""
+
+    reason = "INCOMPLETE_ANSWER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The request was admitted."""
+
+    request_id: str  # identifies this answer in logs and errors
+    seed: int  # the seed in force
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """The tokens of one round."""
+
+    text: str  # complete so far: never half a character, never the beginning of a stop string
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]  # one a token
+    pieces: tuple[str, ...]  # text of each token by itself, for display
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int  # as delivered, the end token included
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationUsage:
+    """What speculation did for one request; names and meanings are those of the protocol's `SpeculationUsage`."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_draft_tokens_per_pos: tuple[int, ...] = ()
+    acceptance_rate: float = 0.0
+    mean_acceptance_length: float = 1.0
+    per_token_acceptance: float = 0.0
+    rounds: int = 0
+    plain_rounds: int = 0
+    fallback_rounds: int = 0
+    target_busy_s: float = 0.0
+    draft_wait_s: float = 0.0
+    elapsed_s: float = 0.0
+    rule: VerificationRule | None = None  # the rule in force
+    schedule: Schedule | None = None  # the schedule in force
+
+    @property
+    def target_busy_share(self) -> float:
+        """Share of the request's time that the target spent computing for it, 0 to 1."""
+        return min(1.0, self.target_busy_s / self.elapsed_s) if self.elapsed_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The last event of a whole answer."""
+
+    finish_reason: FinishReason
+    text: str  # held back until now
+    usage: Usage
+    speculation: SpeculationUsage
+
+
+Event = Started | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]  # one a token
+    pieces: tuple[str, ...]  # text of each token by itself, for display
+    finish_reason: FinishReason
+    seed: int
+    usage: Usage
+    speculation: SpeculationUsage
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens delivered over the time from admission to the last of them."""
+        elapsed_s = self.speculation.elapsed_s
+        return self.usage.completion_tokens / elapsed_s if elapsed_s else 0.0
+
+
+class CompletionBuilder:
+    """Gathers the events of one stream, given in order, into a `Completion`."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._deltas: list[Delta] = []
+        self._finished: Finished | None = None
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started = event
+            case Delta():
+                self._deltas.append(event)
+            case Finished():
+                self._finished = event
+
+    def build(self) -> Completion:
+        """Raises `IncompleteAnswer` unless both `started` and `finished` have come."""
+        if self._started is None or self._finished is None:
+            raise IncompleteAnswer("The server's answer lacks its beginning or its end; ask again.")
+        return Completion(
+            request_id=self._started.request_id,
+            text="".join(delta.text for delta in self._deltas) + self._finished.text,
+            token_ids=tuple(token_id for delta in self._deltas for token_id in delta.token_ids),
+            origins=tuple(origin for delta in self._deltas for origin in delta.origins),
+            pieces=tuple(piece for delta in self._deltas for piece in delta.pieces),
+            finish_reason=self._finished.finish_reason,
+            seed=self._started.seed,
+            usage=self._finished.usage,
+            speculation=self._finished.speculation,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """Which models answer, and with which defaults."""
+
+    target: ModelInfo
+    drafter: ModelInfo | None  # None: no drafter is connected
+    speculation: SpeculationOptions

@@ -1,0 +1,251 @@
+"""The values of `paceline.generation` to and from the messages of `generation_service.proto`, in both directions.
+
+Light: clients import it, so it loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from paceline.errors import InvalidRequest, PayloadInvalid
+from paceline.generation import (
+    ChatMessage,
+    Delta,
+    Event,
+    Finished,
+    GenerationRequest,
+    Schedule,
+    ServerInfo,
+    SpeculationOptions,
+    SpeculationUsage,
+    Started,
+    StopConditions,
+    Usage,
+)
+from paceline.types import FinishReason, Origin
+from paceline.v1 import generation_service_pb2 as generation_pb
+from paceline.v1 import session_pb2 as session_pb
+from paceline.wire import (
+    RULE_FROM_PROTO,
+    RULE_TO_PROTO,
+    info_from_proto,
+    info_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
+
+_SCHEDULE_TO_PROTO = {
+    Schedule.PLAIN: generation_pb.SCHEDULE_PLAIN,
+    Schedule.SEQUENTIAL: generation_pb.SCHEDULE_SEQUENTIAL,
+    Schedule.PIPELINED: generation_pb.SCHEDULE_PIPELINED,
+}
+_ORIGIN_TO_PROTO = {
+    Origin.DRAFT: generation_pb.TOKEN_ORIGIN_DRAFT,
+    Origin.CORRECTION: generation_pb.TOKEN_ORIGIN_CORRECTION,
+    Origin.BONUS: generation_pb.TOKEN_ORIGIN_BONUS,
+    Origin.PLAIN: generation_pb.TOKEN_ORIGIN_PLAIN,
+}
+_FINISH_REASON_TO_PROTO = {
+    FinishReason.STOP: generation_pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb.FINISH_REASON_LENGTH,
+}
+_SCHEDULE_FROM_PROTO = {number: schedule for schedule, number in _SCHEDULE_TO_PROTO.items()}
+_ORIGIN_FROM_PROTO = {number: origin for origin, number in _ORIGIN_TO_PROTO.items()}
+_FINISH_REASON_FROM_PROTO = {number: reason for reason, number in _FINISH_REASON_TO_PROTO.items()}
+
+Number = TypeVar("Number", bound=int)
+Value = TypeVar("Value")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Requests
+
+
+def request_to_proto(request: GenerationRequest) -> generation_pb.GenerateRequest:
+    stopping = request.stopping
+    message = generation_pb.GenerateRequest(
+        sampling=sampling_to_proto(request.sampling),
+        stopping=generation_pb.StopConditions(
+            max_tokens=stopping.max_tokens,
+            stop=stopping.stop,
+            stop_token_ids=stopping.stop_token_ids,
+            ignore_eos=stopping.ignore_eos,
+        ),
+        speculation=_options_to_proto(request.speculation),
+        seed=request.seed,
+    )
+    if request.text is not None:
+        message.text = request.text
+    if request.token_ids is not None:
+        message.token_ids.CopyFrom(session_pb.TokenIds(ids=request.token_ids))
+    if request.messages is not None:
+        turns = [generation_pb.ChatMessage(role=turn.role, content=turn.content) for turn in request.messages]
+        message.chat.CopyFrom(generation_pb.ChatMessages(messages=turns))
+    return message
+
+
+def request_from_proto(message: generation_pb.GenerateRequest) -> GenerationRequest:
+    """Raises `InvalidRequest`, which names the parameter."""
+    prompt = message.WhichOneof("prompt")
+    stopping = message.stopping
+    return GenerationRequest(
+        text=message.text if prompt == "text" else None,
+        token_ids=tuple(message.token_ids.ids) if prompt == "token_ids" else None,
+        messages=(
+            tuple(ChatMessage(turn.role, turn.content) for turn in message.chat.messages) if prompt == "chat" else None
+        ),
+        sampling=sampling_from_proto(message.sampling),
+        stopping=StopConditions(
+            max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+            stop=tuple(stopping.stop),
+            stop_token_ids=tuple(stopping.stop_token_ids),
+            ignore_eos=stopping.ignore_eos,
+        ),
+        speculation=_options_from_proto(message.speculation),
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def _options_to_proto(options: SpeculationOptions) -> generation_pb.SpeculationOptions:
+    return generation_pb.SpeculationOptions(
+        rule=RULE_TO_PROTO[options.rule] if options.rule else session_pb.VERIFICATION_RULE_UNSPECIFIED,
+        draft_length=options.draft_length,
+        schedule=_SCHEDULE_TO_PROTO[options.schedule] if options.schedule else generation_pb.SCHEDULE_UNSPECIFIED,
+    )
+
+
+def _options_from_proto(message: generation_pb.SpeculationOptions) -> SpeculationOptions:
+    for parameter, number, known in (
+        ("rule", message.rule, RULE_FROM_PROTO),
+        ("schedule", message.schedule, _SCHEDULE_FROM_PROTO),
+    ):
+        if number and number not in known:
+            raise InvalidRequest(f"{parameter} {number} is not known here; leave it out.", parameter=parameter)
+    return SpeculationOptions(
+        rule=RULE_FROM_PROTO.get(message.rule),
+        draft_length=message.draft_length if message.HasField("draft_length") else None,
+        schedule=_SCHEDULE_FROM_PROTO.get(message.schedule),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def event_to_proto(event: Event) -> generation_pb.GenerateResponse:
+    match event:
+        case Started():
+            started = generation_pb.Started(
+                request_id=event.request_id, seed=event.seed, prompt_tokens=event.prompt_tokens
+            )
+            return generation_pb.GenerateResponse(started=started)
+        case Delta():
+            delta = generation_pb.Delta(
+                text=event.text,
+                token_ids=event.token_ids,
+                origins=[_ORIGIN_TO_PROTO[origin] for origin in event.origins],
+                pieces=event.pieces,
+            )
+            return generation_pb.GenerateResponse(delta=delta)
+        case Finished():
+            finished = generation_pb.Finished(
+                finish_reason=_FINISH_REASON_TO_PROTO[event.finish_reason],
+                text=event.text,
+                usage=generation_pb.Usage(
+                    prompt_tokens=event.usage.prompt_tokens, completion_tokens=event.usage.completion_tokens
+                ),
+                speculation=_usage_to_proto(event.speculation),
+            )
+            return generation_pb.GenerateResponse(finished=finished)
+
+
+def event_from_proto(response: generation_pb.GenerateResponse) -> Event | None:
+    """None for an event that this client is too old to know; raises `PayloadInvalid` for a value it does not know."""
+    match response.WhichOneof("event"):
+        case "started":
+            started = response.started
+            return Started(request_id=started.request_id, seed=started.seed, prompt_tokens=started.prompt_tokens)
+        case "delta":
+            delta = response.delta
+            return Delta(
+                text=delta.text,
+                token_ids=tuple(delta.token_ids),
+                origins=tuple(_known(_ORIGIN_FROM_PROTO, origin) for origin in delta.origins),
+                pieces=tuple(delta.pieces),
+            )
+        case "finished":
+            finished = response.finished
+            return Finished(
+                finish_reason=_known(_FINISH_REASON_FROM_PROTO, finished.finish_reason),
+                text=finished.text,
+                usage=Usage(
+                    prompt_tokens=finished.usage.prompt_tokens, completion_tokens=finished.usage.completion_tokens
+                ),
+                speculation=_usage_from_proto(finished.speculation),
+            )
+        case _:
+            return None
+
+
+def _known(values: dict[Number, Value], number: Number) -> Value:
+    if number not in values:
+        raise PayloadInvalid("The server speaks a newer protocol than this client; update the client.")
+    return values[number]
+
+
+def _usage_to_proto(usage: SpeculationUsage) -> generation_pb.SpeculationUsage:
+    return generation_pb.SpeculationUsage(
+        num_drafts=usage.num_drafts,
+        num_draft_tokens=usage.num_draft_tokens,
+        num_accepted_tokens=usage.num_accepted_tokens,
+        num_accepted_tokens_per_pos=usage.num_accepted_tokens_per_pos,
+        num_draft_tokens_per_pos=usage.num_draft_tokens_per_pos,
+        acceptance_rate=usage.acceptance_rate,
+        mean_acceptance_length=usage.mean_acceptance_length,
+        per_token_acceptance=usage.per_token_acceptance,
+        rounds=usage.rounds,
+        plain_rounds=usage.plain_rounds,
+        fallback_rounds=usage.fallback_rounds,
+        target_busy_s=usage.target_busy_s,
+        draft_wait_s=usage.draft_wait_s,
+        elapsed_s=usage.elapsed_s,
+        rule=RULE_TO_PROTO[usage.rule] if usage.rule else session_pb.VERIFICATION_RULE_UNSPECIFIED,
+        schedule=_SCHEDULE_TO_PROTO[usage.schedule] if usage.schedule else generation_pb.SCHEDULE_UNSPECIFIED,
+    )
+
+
+def _usage_from_proto(message: generation_pb.SpeculationUsage) -> SpeculationUsage:
+    return SpeculationUsage(
+        num_drafts=message.num_drafts,
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
+        num_accepted_tokens_per_pos=tuple(message.num_accepted_tokens_per_pos),
+        num_draft_tokens_per_pos=tuple(message.num_draft_tokens_per_pos),
+        acceptance_rate=message.acceptance_rate,
+        mean_acceptance_length=message.mean_acceptance_length,
+        per_token_acceptance=message.per_token_acceptance,
+        rounds=message.rounds,
+        plain_rounds=message.plain_rounds,
+        fallback_rounds=message.fallback_rounds,
+        target_busy_s=message.target_busy_s,
+        draft_wait_s=message.draft_wait_s,
+        elapsed_s=message.elapsed_s,
+        rule=RULE_FROM_PROTO.get(message.rule),
+        schedule=_SCHEDULE_FROM_PROTO.get(message.schedule),
+    )
+
+
+def server_info_to_proto(info: ServerInfo) -> generation_pb.GetServerInfoResponse:
+    return generation_pb.GetServerInfoResponse(
+        target=info_to_proto(info.target),
+        drafter=info_to_proto(info.drafter) if info.drafter else None,
+        speculation=_options_to_proto(info.speculation),
+    )
+
+
+def server_info_from_proto(message: generation_pb.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        target=info_from_proto(message.target),
+        drafter=info_from_proto(message.drafter) if message.HasField("drafter") else None,
+        speculation=_options_from_proto(message.speculation),
+    )

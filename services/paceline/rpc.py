@@ -1,0 +1,252 @@
+"""gRPC, in one place: channels, servers, the writer of a stream, and the table from our errors to status codes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from paceline.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    DrafterUnavailable,
+    InvalidRequest,
+    LengthMismatch,
+    ModelMismatch,
+    ModelUnavailable,
+    PacelineError,
+    PayloadInvalid,
+    QueueFull,
+    SessionNotFound,
+    StaleEpoch,
+    StartupFailed,
+    TargetUnavailable,
+)
+
+logger = structlog.get_logger(__name__)
+
+ERROR_DOMAIN = "paceline"
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+SPLIT_BYTES = 256 * 1024  # one long prompt must not hold up other sessions' verdicts
+
+STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    PayloadInvalid: grpc.StatusCode.INVALID_ARGUMENT,
+    ContextTooLong: grpc.StatusCode.OUT_OF_RANGE,
+    SessionNotFound: grpc.StatusCode.NOT_FOUND,
+    StaleEpoch: grpc.StatusCode.ABORTED,
+    LengthMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    ModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    ModelUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TargetUnavailable: grpc.StatusCode.UNAVAILABLE,
+    DrafterUnavailable: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    StartupFailed: grpc.StatusCode.UNAVAILABLE,
+    PacelineError: grpc.StatusCode.INTERNAL,
+}
+
+_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # A restarted replica is found again within a second, not after the default of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+_SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # By default two servers bind one port without a word.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A plaintext channel; made on the event loop that uses it, closed by the caller."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Servers
+
+
+class Server:
+    """One gRPC server on one port, with the standard health service. Started once, stopped once."""
+
+    def __init__(self, *, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.address = ""
+
+    @property
+    def registrar(self) -> grpc.aio.Server:
+        """What generated `add_..._to_server` functions take."""
+        return self._server
+
+    async def start(self, service_name: str) -> None:
+        """Listen and report SERVING for `service_name`; raises `StartupFailed` if the port is taken."""
+        _refuse_taken_port(self._host, self._port)
+        try:
+            port = self._server.add_insecure_port(f"{_bracketed(self._host)}:{self._port}")
+        except RuntimeError as error:
+            raise StartupFailed(_port_sentence(self._host, self._port)) from error
+        self.address = f"{_bracketed(self._host)}:{port}"
+        await self._server.start()
+        for name in ("", service_name):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def begin_draining(self) -> None:
+        """Report NOT_SERVING; running calls go on."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _port_sentence(host: str, port: int) -> str:
+    return f"Port {port} on {host} cannot be opened; choose another with --port, or 0 for any free one."
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    """Try the port first: gRPC prints its own lines on standard error when a bind fails."""
+    if port == 0:
+        return
+    if not 0 < port < 65536:
+        raise StartupFailed(f"Port {port} does not exist; choose one from 1 to 65535, or 0 for any free one.")
+    try:
+        family = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), port))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartupFailed(f"{_port_sentence(host, port)} ({reason})") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Streams
+
+Item = TypeVar("Item", bound=Message)
+
+
+class Outbox(Generic[Item]):
+    """The only writer of one stream: whatever is ready when a write ends leaves as one message.
+
+    Coalescing costs no timer: an idle stream writes at once, a busy one writes batches. Closed by a flag, never by
+    cancelling a write, which would lose the stream's status.
+    """
+
+    def __init__(
+        self, write: Callable[[list[Item]], Awaitable[object]], *, max_items: int = 65_536, max_bytes: int = SPLIT_BYTES
+    ) -> None:
+        self._write, self._max_items, self._max_bytes = write, max_items, max_bytes
+        self._items: deque[Item] = deque()
+        self._ready = asyncio.Event()
+        self._closing = False
+
+    def put(self, item: Item) -> None:
+        """Queue one item; raises `QueueFull` when the peer has stopped reading."""
+        if len(self._items) >= self._max_items:
+            raise QueueFull("The peer does not read its stream; the queue to it is full.")
+        self._items.append(item)
+        self._ready.set()
+
+    def close(self) -> None:
+        """Write out what is queued, then let `run` return."""
+        self._closing = True
+        self._ready.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._ready.wait()
+            batch = self._take_batch()
+            if batch:
+                await self._write(batch)
+            elif self._closing:
+                return
+            else:
+                self._ready.clear()
+
+    def _take_batch(self) -> list[Item]:
+        batch: list[Item] = []
+        size = 0
+        while self._items and (not batch or size + self._items[0].ByteSize() <= self._max_bytes):
+            batch.append(self._items.popleft())
+            size += batch[-1].ByteSize()
+        return batch
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Abortable(Protocol):
+    """The part of a servicer context that errors need."""
+
+    async def abort_with_status(self, status: grpc.Status) -> NoReturn: ...
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def status_code(error: PacelineError) -> grpc.StatusCode:
+    return next(STATUS_CODES[kind] for kind in type(error).__mro__ if kind in STATUS_CODES)
+
+
+def to_status(error: PacelineError) -> status_pb2.Status:
+    """The rich status of an error: code, sentence, `ErrorInfo`, and where it helps `BadRequest` or `RetryInfo`."""
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.details)
+    ]
+    if isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.parameter, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, QueueFull):
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        wrapper = any_pb2.Any()
+        wrapper.Pack(detail)
+        packed.append(wrapper)
+    return status_pb2.Status(code=status_code(error).value[0], message=error.message, details=packed)
+
+
+@asynccontextmanager
+async def mapped_errors(context: Abortable, **log_fields: str) -> AsyncIterator[None]:
+    """Turn what a handler raises into a gRPC status; anything unexpected is logged and hidden from the peer."""
+    try:
+        yield
+    except PacelineError as error:
+        await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    except (grpc.aio.AbortError, asyncio.CancelledError):
+        raise
+    except Exception:
+        logger.exception("a handler failed", **log_fields)
+        failure = PacelineError("Something went wrong inside Paceline; the log of the service says what.")
+        await context.abort_with_status(rpc_status.to_status(to_status(failure)))

@@ -1,0 +1,380 @@
+"""From logits to a token: the target distribution at one row, and the ways to draw from it.
+
+Drafter and target both use this module; the law of the output fails if they differ. Rows are computed in float32
+(float64 rows stay float64, so that small cases can be enumerated exactly), ties go to the lowest id, and no input is
+changed. Randomness comes from `noise` alone.
+
+Knows nothing of models, services or accepting and rejecting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paceline import noise
+from paceline.errors import PacelineError, PayloadInvalid
+from paceline.noise import Purpose
+from paceline.types import SamplingParams, VerificationRule
+
+
+class DistributionUnusable(PacelineError):
+    """There is no token to draw: the logits are not numbers, or nothing is left of the row after bans and masks."""
+
+    reason = "DISTRIBUTION_UNUSABLE"
+
+
+class TokenHistory:
+    """What penalties and `min_tokens` need to know of the committed tokens of a session.
+
+    Grows with the session and never shrinks, as committed tokens do; `extend` costs only its own tokens.
+    """
+
+    __slots__ = ("_output_counts", "output_length", "prompt_ids")
+
+    def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int] = ()) -> None:
+        self.prompt_ids = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)  # [distinct]
+        self.output_length = 0
+        self._output_counts: Counter[int] = Counter()
+        self.extend(output_ids)
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Add committed output tokens."""
+        ids = list(ids)
+        self.output_length += len(ids)
+        self._output_counts.update(ids)
+
+    def output_counts(self, drafted: Sequence[int]) -> Counter[int]:
+        """How often each token occurs in the output, the `drafted` tokens before the row included."""
+        counts = self._output_counts.copy()
+        counts.update(drafted)
+        return counts
+
+
+# ---- the target distribution ----------------------------------------------------------------------------------------
+
+
+def target_log_probs(
+    logits: Tensor,  # [vocab_size], any floating type
+    params: SamplingParams,
+    history: TokenHistory,
+    drafted: Sequence[int],
+) -> Tensor:  # [vocab_size], float32, or float64 for float64 logits
+    """Log-probabilities of the target distribution behind `history` and `drafted`; -inf outside its support.
+
+    In the order of design 3.2: penalties, logit bias, banned and allowed tokens, `min_tokens`, temperature, top-k,
+    top-p, min-p. Raises `DistributionUnusable` where no token is left to draw.
+    """
+    row = _adjusted(logits, params, history, drafted)
+    peak = _peak(row)
+    if params.is_greedy:
+        return torch.full_like(row, -math.inf).index_fill_(0, row.argmax(), 0.0)
+    is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    if params.temperature != 1.0 or is_filtered:
+        row = (row - peak) / params.temperature  # at most 0, so no temperature can overflow it
+    if not is_filtered:
+        return row.log_softmax(0)
+    kept_ids = _kept_ids(row, params)
+    return torch.full_like(row, -math.inf).index_put_((kept_ids,), row[kept_ids].log_softmax(0))
+
+
+def argmax_token(
+    logits: Tensor,  # [vocab_size], any floating type
+    params: SamplingParams,
+    history: TokenHistory,
+    drafted: Sequence[int],
+) -> int:
+    """The token that the target emits at temperature 0: the arg max after penalties, bias and bans, lowest id on a tie.
+
+    Raises `DistributionUnusable` as `target_log_probs` does.
+    """
+    row = _adjusted(logits, params, history, drafted)
+    token_id = int(row.argmax())
+    _require_usable(float(row[token_id]))
+    return token_id
+
+
+def _adjusted(logits: Tensor, params: SamplingParams, history: TokenHistory, drafted: Sequence[int]) -> Tensor:
+    """The row after everything that acts on logits; `logits` itself where nothing is set."""
+    row = logits if logits.dtype == torch.float64 else logits.float()
+    if params.has_penalties:
+        row = _penalised(row, params, history, drafted)
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        row = row.index_add(0, _ids_like(row, ids), row.new_tensor(biases))
+    if params.banned_token_ids:
+        row = row.index_fill(0, _ids_like(row, params.banned_token_ids), -math.inf)
+    if params.allowed_token_ids is not None:
+        allowed_ids = _ids_like(row, params.allowed_token_ids)
+        row = torch.full_like(row, -math.inf).index_put_((allowed_ids,), row[allowed_ids])
+    if history.output_length + len(drafted) < params.min_tokens:
+        row = row.index_fill(0, _ids_like(row, params.stop_token_ids), -math.inf)
+    return row
+
+
+def _penalised(row: Tensor, params: SamplingParams, history: TokenHistory, drafted: Sequence[int]) -> Tensor:
+    """Repetition looks at prompt and output, presence and frequency at the output alone (vLLM's convention)."""
+    counts = history.output_counts(drafted)
+    output_ids = _ids_like(row, list(counts))
+    seen_ids = torch.cat((history.prompt_ids.to(row.device), output_ids))
+    seen = row[seen_ids]
+    repeated = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+    # One subtraction of one total, so that a token counts the same, to the bit, whether drafted or committed.
+    penalties = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
+    return row.index_put((seen_ids,), repeated).index_add_(0, output_ids, -row.new_tensor(penalties))
+
+
+def _ids_like(row: Tensor, ids: Sequence[int]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=row.device)
+
+
+def _peak(row: Tensor) -> float:
+    """The highest score; NaN anywhere in the row shows up in it."""
+    peak = float(row.amax())
+    _require_usable(peak)
+    return peak
+
+
+def _require_usable(peak: float) -> None:
+    if math.isfinite(peak):
+        return
+    if peak == -math.inf:
+        raise DistributionUnusable("No token is left to draw; the bans, masks and model rule out the whole vocabulary.")
+    raise DistributionUnusable(f"The highest logit is {peak}; the model computed no usable scores.")
+
+
+# ---- top-k, top-p, min-p --------------------------------------------------------------------------------------------
+
+# The nucleus is sorted out of the tokens at most this far (in logits) below the best: mostly few, in the end all.
+_NUCLEUS_DEPTHS = (8.0, 10.0, 12.0, 16.0, math.inf)
+
+
+def _kept_ids(row: Tensor, params: SamplingParams) -> Tensor:
+    """Ids, in ascending order, that survive top-k, top-p and min-p; `row` is [vocab_size] with a peak of 0."""
+    if params.top_k > 0:
+        leading, _ = _highest(row, params.top_k)
+        leading = leading[leading > -math.inf]
+        kept_ids = _largest_ids(row, leading[: _nucleus_size(leading, leading.logsumexp(0), params.top_p)])
+    elif params.top_p < 1.0:
+        kept_ids = _largest_ids(row, _nucleus(row, params.top_p))
+    else:
+        kept_ids = (row > -math.inf).nonzero().flatten()
+    if params.min_p > 0.0:
+        kept_ids = kept_ids[row[kept_ids] >= math.log(params.min_p)]
+    return kept_ids
+
+
+def _nucleus(row: Tensor, top_p: float) -> Tensor:
+    """The scores, in descending order, of the smallest set of most probable tokens with at least `top_p` (Holtzman et
+    al. 2020)."""
+    log_total = row.logsumexp(0)
+    for depth in _NUCLEUS_DEPTHS:
+        near_peak = row[row > -depth]
+        if float((near_peak - log_total).double().exp().sum()) >= top_p:
+            break
+    leading = near_peak.sort(descending=True).values
+    return leading[: _nucleus_size(leading, log_total, top_p)]
+
+
+def _nucleus_size(leading: Tensor, log_total: Tensor, top_p: float) -> int:
+    """How many of the leading scores (descending) it takes to reach `top_p`; one more than there are if they do not."""
+    if top_p == 1.0:
+        return leading.numel()
+    cumulative = (leading - log_total).double().exp().cumsum(0)
+    return 1 + int(torch.searchsorted(cumulative, top_p))
+
+
+def _largest_ids(row: Tensor, leading: Tensor) -> Tensor:
+    """Ids of as many largest scores as `leading` (the scores themselves, descending) has; the lowest ids of a tie."""
+    cutoff = leading[-1]
+    ids = (row >= cutoff).nonzero().flatten()
+    excess = ids.numel() - leading.numel()
+    if excess == 0:
+        return ids
+    tied_ids = ids[row[ids] == cutoff]
+    return torch.cat((ids[row[ids] > cutoff], tied_ids[:-excess])).sort().values
+
+
+_BLOCK = 64  # entries; the sweet spot for 16 to 64 leaders of 50,000 to 150,000
+
+
+def _highest(row: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` highest values of a row, descending, and where they are; all of them if there are fewer.
+
+    As `topk`, but several times faster on long rows: the leaders lie in the blocks with the highest maxima.
+    """
+    if row.numel() <= 4 * _BLOCK * count:
+        values, indices = row.topk(min(count, row.numel()))
+        return values, indices
+    blocks = pad(row, (0, -row.numel() % _BLOCK), value=-math.inf).view(-1, _BLOCK)
+    leading_blocks = blocks.amax(1).topk(count).indices
+    values, places = blocks[leading_blocks].flatten().topk(count)
+    return values, leading_blocks[places // _BLOCK] * _BLOCK + places % _BLOCK
+
+
+# ---- drawing --------------------------------------------------------------------------------------------------------
+
+_SCORED_FIRST = 16  # tokens scored before asking whether any other can win; one row in 2**16 has more contenders
+_SLACK = 1e-4  # relative; far above the rounding of the float32 bounds, far below what would let in many contenders
+
+
+def coupled_sample(
+    log_probs: Tensor,  # [vocab_size], normalised
+    seed: int,
+    position: int,
+) -> int:
+    """The arg max of log_probs + Gumbel noise, lowest id on a tie: a draw that drafter and target share through the
+    seed (Daliri et al. 2024, the Gumbel coupling).
+
+    Exactly what scoring the whole vocabulary in float64 gives, at a fraction of the cost. It is the arg max of
+    prob / -log u, too, and prob / (1 - u) bounds that from above without a logarithm. So the tokens with the highest
+    bounds are scored exactly, and then only those whose bound reaches the best score. Raises `DistributionUnusable`
+    where there is no distribution.
+    """
+    probs = log_probs.softmax(0, dtype=torch.float32)
+    if math.isnan(float(probs[0])):
+        raise DistributionUnusable("There is no token to draw; the row holds no probability, or values that are NaN.")
+    token_ids = _possible_ids(probs)
+    if token_ids.numel() <= _SCORED_FIRST:
+        return _best_scored(log_probs, token_ids, seed, position)[0]
+    bounds = probs[token_ids] if token_ids.numel() < probs.numel() else probs.clone()
+    bounds.div_(_complements(token_ids, seed, position))
+    leading, leaders = _highest(bounds, _SCORED_FIRST)
+    winner, winners_noise = _best_scored(log_probs, token_ids[leaders], seed, position)
+    to_reach = float(probs[winner]) * math.exp(winners_noise) * (1.0 - _SLACK)
+    if float(leading[-1]) < to_reach:
+        return winner
+    return _best_scored(log_probs, token_ids[bounds >= to_reach], seed, position)[0]
+
+
+def _possible_ids(probs: Tensor) -> Tensor:
+    """Ids that hold every token able to win: those of probability above 0, or simply all where that saves little.
+
+    A probability that underflowed to 0 in float32 (below exp(-103)) is out of the race: noise lies in (-3.7, 36.8).
+    """
+    if 8 * int(probs.count_nonzero()) > probs.numel():
+        return _every_id(probs.numel(), probs.device)
+    return probs.nonzero().flatten()
+
+
+@lru_cache(maxsize=8)
+def _every_id(vocab_size: int, device: torch.device) -> Tensor:
+    return torch.arange(vocab_size, device=device)
+
+
+def _complements(token_ids: Tensor, seed: int, position: int) -> Tensor:
+    """1 - u of each token, in float32 without cancellation: the subtraction is done on the integers."""
+    numerators = noise.numerators(token_ids, seed=seed, position=position, purpose=Purpose.TARGET_SAMPLE)
+    return numerators.neg_().add_(2**53).float().mul_(2.0**-53)
+
+
+def _best_scored(log_probs: Tensor, token_ids: Tensor, seed: int, position: int) -> tuple[int, float]:
+    """The token with the highest exact score, lowest id on a tie, and its noise.
+
+    Scored on the host in Python: for a few tokens that is the fastest, and the same on every device.
+    """
+    scored = [
+        (log_prob + (gumbel := noise.gumbel(seed, position, token_id)), -token_id, gumbel)
+        for token_id, log_prob in zip(token_ids.tolist(), log_probs[token_ids].tolist(), strict=True)
+    ]
+    _, negative_id, gumbel = max(scored)
+    return -negative_id, gumbel
+
+
+def draw(
+    weights: Tensor,  # [entries] float64, not negative
+    uniform: float,
+) -> int:
+    """The index that `uniform` in (0, 1) falls on when the weights are laid end to end; never one of weight 0.
+
+    Raises `DistributionUnusable` if no weight is positive, or one is not finite.
+    """
+    assert 0.0 < uniform < 1.0
+    # On the CPU, where the sum runs from left to right: monotone, so no gap can be hit, and the same on every host.
+    cumulative = weights.double().cpu().cumsum(0)
+    total = float(cumulative[-1])
+    if not 0.0 < total < math.inf:
+        raise DistributionUnusable(f"There is no token to draw; the weights add up to {total}.")
+    return int(torch.searchsorted(cumulative, uniform * total, right=True))
+
+
+# ---- drafting -------------------------------------------------------------------------------------------------------
+
+_SMALLEST_NORMAL_HALF = 2.0**-14
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseDistribution:
+    """The distribution that a draft token was drawn from: probability 0 outside `ids`.
+
+    `probs` need not add up to 1; probabilities are shares of their sum. Raises `PayloadInvalid` if they are none.
+    """
+
+    ids: Tensor  # [entries] int64
+    probs: Tensor  # [entries], floating
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 1 or self.ids.shape != self.probs.shape or self.ids.numel() == 0:
+            raise PayloadInvalid("A draft distribution needs one probability for each id, and at least one id.")
+        if not (float(self.probs.min()) >= 0.0 and 0.0 < float(self.probs.sum()) < math.inf):
+            raise PayloadInvalid("A draft distribution needs finite probabilities that are not negative nor all zero.")
+
+    @classmethod
+    def one_hot(cls, token_id: int) -> SparseDistribution:
+        """What a deterministic draft token was drawn from."""
+        return cls(torch.tensor([token_id]), torch.ones(1, dtype=torch.float64))
+
+    def shares(self) -> Tensor:
+        """The probabilities, normalised in float64; [entries]."""
+        probs = self.probs.double()
+        return probs / probs.sum()
+
+    def probability(self, token_id: int) -> float:
+        """The normalised probability of one token."""
+        return float(self.shares()[self.ids == token_id].sum())
+
+
+def truncate_to_top(
+    log_probs: Tensor,  # [vocab_size]
+    max_entries: int = 64,
+) -> SparseDistribution:
+    """The most probable entries, rounded to float16, so that the wire carries exactly what is drawn from.
+
+    Entries that float16 cannot hold as normal numbers (below 2**-14 of the kept mass) are dropped.
+    """
+    leading, ids = _highest(log_probs, max_entries)
+    probs = leading.softmax(0).half().float()
+    is_kept = probs >= min(_SMALLEST_NORMAL_HALF, float(probs[0]))
+    return SparseDistribution(ids[is_kept], probs[is_kept])
+
+
+def draw_draft_token(
+    logits: Tensor,  # [vocab_size], the drafter's own
+    *,
+    params: SamplingParams,
+    rule: VerificationRule,
+    history: TokenHistory,
+    drafted: Sequence[int],
+    seed: int,
+    position: int,
+    max_entries: int = 64,
+) -> tuple[int, SparseDistribution | None]:
+    """One draft token for the absolute `position`, and under `rejection` the distribution it was drawn from.
+
+    `rule` is the effective one (`SessionSpec.effective_rule`).
+    """
+    if rule is VerificationRule.GREEDY:
+        return argmax_token(logits, params, history, drafted), None
+    log_probs = target_log_probs(logits, params, history, drafted)
+    if rule is VerificationRule.COUPLED:
+        return coupled_sample(log_probs, seed, position), None
+    distribution = truncate_to_top(log_probs, max_entries)
+    entry = draw(distribution.probs.double(), noise.uniform(seed, position, Purpose.DRAFT_SAMPLE))
+    return int(distribution.ids[entry]), distribution

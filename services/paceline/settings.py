@@ -1,0 +1,105 @@
+"""Settings of the three services: from the command line, then the environment (`PACELINE_TARGET_MODEL=...`).
+
+One frozen object a service, built once at start and passed down as values; nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from paceline.types import MAX_DRAFT_LENGTH
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _config(env_prefix: str) -> SettingsConfigDict:
+    return SettingsConfigDict(
+        env_prefix=env_prefix,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        frozen=True,
+        extra="forbid",
+    )
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    threads: int = Field(0, ge=0, description="Threads for arithmetic; 0 takes one for each core.")
+    stop_with_parent: bool = Field(False, description="Stop when standard input reaches its end.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least important log line.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port for Prometheus metrics; 0 leaves them off.")
+    max_sessions: int = Field(256, ge=1, description="Sessions held at once.")
+    heartbeat_s: float = Field(1.0, gt=0, description="Seconds between two signs of life on a stream.")
+    drain_s: float = Field(5.0, ge=0, description="Seconds that running sessions get to end before the service stops.")
+
+
+class ModelServiceSettings(ServiceSettings):
+    """What drafter and target have in common."""
+
+    model: str = Field("smollm2", description="Hugging Face model id, local folder, GGUF file, or 'smollm2'.")
+    dtype: Dtype = Field("auto", description="Arithmetic of the model; auto measures which is faster here.")
+    device: str = Field("auto", description="cpu, cuda, cuda:0, ...; auto takes a GPU if there is one.")
+    cache_dir: Path | None = Field(None, description="Where converted models are kept.")
+    session_idle_ttl_s: float = Field(120.0, gt=0, description="Seconds after which an unused session is forgotten.")
+
+
+class TargetSettings(ModelServiceSettings):
+    """Settings of `python -m target_service`."""
+
+    model_config = _config("PACELINE_TARGET_")
+
+
+class DrafterSettings(ModelServiceSettings):
+    """Settings of `python -m drafter_service`."""
+
+    model_config = _config("PACELINE_DRAFTER_")
+
+    method: Literal["draft_model", "ngram"] = Field("draft_model", description="How drafts are made.")
+    logit_noise: float = Field(
+        0.0, ge=0, description="Standard deviation of noise added to the model's logits: any acceptance, for tests."
+    )
+    prompt_lookup_min: int = Field(2, ge=1, description="ngram: fewest tokens that must match.")
+    prompt_lookup_max: int = Field(4, ge=1, description="ngram: most tokens that are matched.")
+    distribution_entries: int = Field(
+        64, ge=1, le=4096, description="rejection: most probable tokens that a draft is drawn from."
+    )
+
+
+class OrchestratorSettings(ServiceSettings):
+    """Settings of `python -m orchestrator`."""
+
+    model_config = _config("PACELINE_ORCHESTRATOR_")
+
+    target: str = Field(description="HOST:PORT of the target service.")
+    drafter: str | None = Field(None, description="HOST:PORT of the drafter service; none decodes plainly.")
+    tokenizer: str | None = Field(
+        None, description="Where the tokenizer is loaded from; the target's model if left out."
+    )
+    cache_dir: Path | None = Field(None, description="Where converted models are kept.")
+    schedule: Literal["plain", "sequential", "pipelined"] = Field(
+        "pipelined", description="Whether drafting waits for each verdict."
+    )
+    rule: Literal["rejection", "coupled"] = Field("coupled", description="How drafts are judged above temperature 0.")
+    draft_length: int = Field(4, ge=0, le=MAX_DRAFT_LENGTH, description="Tokens of one draft.")
+    fallback: Literal["ngram", "none"] = Field("ngram", description="What drafts when the drafter does not answer.")
+    prompt_lookup_min: int = Field(2, ge=1, description="Fallback: fewest tokens that must match.")
+    prompt_lookup_max: int = Field(4, ge=1, description="Fallback: most tokens that are matched.")
+    draft_deadline_s: float = Field(2.0, gt=0, description="Longest wait for one draft.")
+    verify_deadline_s: float = Field(120.0, gt=0, description="Longest wait for one verdict.")
+    connect_timeout_s: float = Field(30.0, gt=0, description="Longest wait for target and drafter at start.")
+    silence_limit_s: float = Field(5.0, gt=0, description="A peer that says nothing for so long counts as gone.")
+    default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that name none.")
+    max_prompt_tokens: int = Field(131_072, ge=1, description="Longest prompt taken, whatever the model's context.")
+
+    @field_validator("drafter")
+    @classmethod
+    def _none_means_none(cls, value: str | None) -> str | None:
+        return None if value in (None, "", "none") else value

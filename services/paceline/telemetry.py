@@ -1,0 +1,91 @@
+"""Logging set-up and the counters that services report."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from paceline.types import SpeculationStats
+
+
+def configure_logging(level: str, *, service: str) -> None:
+    """Structured lines on standard error: JSON for machines, coloured text on a terminal. Prompts are never logged."""
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    structlog.contextvars.bind_contextvars(service=service)
+
+
+def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> None:
+    """Expose the registry over HTTP for Prometheus; port 0 leaves it off."""
+    if port:
+        start_http_server(port, addr=host, registry=registry)
+
+
+class ServiceMetrics:
+    """What each model service counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.stale_items = Gauge(
+            "paceline_stale_items", "Items dropped for an old epoch or another base.", registry=registry
+        )
+        self.failed_sessions = Counter(
+            "paceline_failed_sessions", "Sessions failed by a typed error.", ["reason"], registry=registry
+        )
+        self.sessions = Gauge("paceline_sessions", "Sessions held.", registry=registry)
+        self.step_seconds = Histogram(
+            "paceline_step_seconds",
+            "Duration of one model step.",
+            registry=registry,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+        )
+
+
+class SpeculationMetrics:
+    """What the orchestrator counts, with the field's names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.num_drafts = Counter("paceline_spec_decode_num_drafts", "Drafts sent to the target.", registry=registry)
+        self.num_draft_tokens = Counter(
+            "paceline_spec_decode_num_draft_tokens", "Tokens in those drafts.", registry=registry
+        )
+        self.num_accepted_tokens = Counter(
+            "paceline_spec_decode_num_accepted_tokens", "Draft tokens accepted.", registry=registry
+        )
+        self.num_accepted_tokens_per_pos = Counter(
+            "paceline_spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft.",
+            ["position"],
+            registry=registry,
+        )
+        self.fallback_rounds = Counter(
+            "paceline_fallback_rounds", "Rounds drafted by lookup because no drafter answered.", registry=registry
+        )
+        self.stale_items = Gauge(
+            "paceline_stale_items", "Items dropped for an old epoch or another base.", registry=registry
+        )
+        self.requests = Counter("paceline_requests", "Requests by how they ended.", ["outcome"], registry=registry)
+
+    def record(self, stats: SpeculationStats) -> None:
+        """Add the counts of one finished request."""
+        self.num_drafts.inc(stats.num_drafts)
+        self.num_draft_tokens.inc(stats.num_draft_tokens)
+        self.num_accepted_tokens.inc(stats.num_accepted_tokens)
+        for position, accepted in enumerate(stats.accepted_per_position):
+            self.num_accepted_tokens_per_pos.labels(position=str(position)).inc(accepted)
+        self.fallback_rounds.inc(stats.fallback_rounds)

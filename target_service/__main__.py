@@ -1,0 +1,3 @@
+from target_service.app import main
+
+main()

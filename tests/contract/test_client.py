@@ -1,0 +1,468 @@
+"""The client against a servicer over real gRPC: what it sends, what it makes of the answer, how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from paceline import client as client_module
+from paceline.client import (
+    ChatMessage,
+    Delta,
+    Finished,
+    FinishReason,
+    GenerationClient,
+    GenerationRequest,
+    IncompleteAnswer,
+    Origin,
+    SamplingParams,
+    Schedule,
+    ServerUnavailable,
+    SpeculationOptions,
+    Started,
+    StopConditions,
+    VerificationRule,
+)
+from paceline.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelMismatch,
+    PacelineError,
+    PayloadInvalid,
+    QueueFull,
+    TargetUnavailable,
+)
+from paceline.v1 import generation_service_pb2 as pb
+from paceline.v1 import session_pb2 as session_pb
+from paceline.v1.generation_service_pb2_grpc import GenerationServiceServicer
+from tests.fake_generation import SEED, TEXT, FakeGenerationService, canned_answer, serving
+
+REQUEST = GenerationRequest(text="Why?")
+
+
+@pytest.fixture
+def service() -> FakeGenerationService:
+    return FakeGenerationService()
+
+
+@pytest.fixture
+async def client(service: FakeGenerationService) -> AsyncIterator[GenerationClient]:
+    with serving(service) as endpoint:
+        async with GenerationClient(endpoint) as client:
+            yield client
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What arrives
+
+
+async def test_events_come_in_order_and_typed(client: GenerationClient) -> None:
+    """One `Started`, the deltas with one origin and one piece a token, one `Finished`."""
+    events = [event async for event in client.generate(REQUEST)]
+    assert [type(event) for event in events] == [Started, Delta, Delta, Delta, Finished]
+    assert events[0] == Started(request_id="r1", seed=SEED, prompt_tokens=3)
+    assert events[2] == Delta(
+        text=" sky is blue",
+        token_ids=(101, 102, 103),
+        origins=(Origin.DRAFT, Origin.DRAFT, Origin.BONUS),
+        pieces=(" sky", " is", " blue"),
+    )
+
+
+async def test_completion_joins_all_events(client: GenerationClient) -> None:
+    """Text held back until the end belongs to the answer; ids and origins keep their order; the speed is tokens over time."""
+    completion = await client.complete(REQUEST)
+    assert completion.text == TEXT
+    assert completion.token_ids == (100, 101, 102, 103, 104, 105)
+    assert completion.origins == (
+        Origin.PLAIN, Origin.DRAFT, Origin.DRAFT, Origin.BONUS, Origin.DRAFT, Origin.CORRECTION,
+    )  # fmt: skip
+    assert (completion.finish_reason, completion.seed) == (FinishReason.STOP, SEED)
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens, completion.usage.total_tokens) == (
+        3,
+        6,
+        9,
+    )
+    assert completion.tokens_per_second == pytest.approx(6 / 0.5)
+    assert completion.speculation.num_accepted_tokens_per_pos == (2, 1)
+    assert completion.speculation.rule is VerificationRule.COUPLED
+    assert completion.speculation.schedule is Schedule.PIPELINED
+    assert completion.speculation.target_busy_share == pytest.approx(0.8)
+
+
+async def test_server_info_names_models_and_defaults(client: GenerationClient) -> None:
+    """Target, drafter and the deployment's defaults come back as values."""
+    info = await client.server_info()
+    assert (info.target.model_id, info.target.dtype, info.target.eos_token_ids) == ("fake-target", "float32", (2,))
+    assert info.drafter is not None
+    assert info.drafter.method == "ngram"
+    assert info.speculation == SpeculationOptions(
+        rule=VerificationRule.COUPLED, draft_length=4, schedule=Schedule.PIPELINED
+    )
+
+
+def test_blocking_form_gives_the_same_answer(service: FakeGenerationService) -> None:
+    """A script without an event loop gets the whole answer from one call."""
+    with serving(service) as endpoint:
+        assert client_module.complete(endpoint, REQUEST).text == TEXT
+
+
+async def test_events_of_a_newer_protocol_are_skipped(client: GenerationClient, service: FakeGenerationService) -> None:
+    """An event that this client does not know disturbs nothing."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        for event in canned_answer(request):
+            yield event
+            yield pb.GenerateResponse()
+
+    service.answer = answer
+    assert (await client.complete(REQUEST)).text == TEXT
+
+
+async def test_values_of_a_newer_protocol_are_refused(client: GenerationClient, service: FakeGenerationService) -> None:
+    """An origin that this client cannot name is an error, not a wrong colour."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(delta=pb.Delta(token_ids=[1], pieces=["a"], origins=[pb.TOKEN_ORIGIN_UNSPECIFIED]))
+
+    service.answer = answer
+    with pytest.raises(PayloadInvalid, match="newer protocol"):
+        await client.complete(REQUEST)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent
+
+
+async def test_every_field_reaches_the_server(client: GenerationClient, service: FakeGenerationService) -> None:
+    """Nothing of a request is lost or renamed on the way."""
+    request = GenerationRequest(
+        messages=(ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")),
+        sampling=SamplingParams(
+            temperature=0.5,
+            top_k=7,
+            top_p=0.9,
+            min_p=0.05,
+            repetition_penalty=1.1,
+            presence_penalty=0.2,
+            frequency_penalty=0.3,
+            logit_bias=((5, -2.0),),
+            banned_token_ids=(8, 9),
+            allowed_token_ids=(1, 2, 3),
+            min_tokens=2,
+            stop_token_ids=(3,),
+        ),
+        stopping=StopConditions(max_tokens=11, stop=("END", "\n"), stop_token_ids=(4,), ignore_eos=True),
+        speculation=SpeculationOptions(rule=VerificationRule.REJECTION, draft_length=0, schedule=Schedule.SEQUENTIAL),
+        seed=0,
+    )
+    await client.complete(request)
+    assert service.requests == [
+        pb.GenerateRequest(
+            chat=pb.ChatMessages(
+                messages=[
+                    pb.ChatMessage(role="system", content="Be brief."),
+                    pb.ChatMessage(role="user", content="Hi"),
+                ]
+            ),
+            sampling=session_pb.SamplingParams(
+                temperature=0.5,
+                top_k=7,
+                top_p=0.9,
+                min_p=0.05,
+                repetition_penalty=1.1,
+                presence_penalty=0.2,
+                frequency_penalty=0.3,
+                logit_bias=[session_pb.LogitBias(token_id=5, bias=-2.0)],
+                banned_token_ids=[8, 9],
+                allowed_token_ids=session_pb.TokenIds(ids=[1, 2, 3]),
+                min_tokens=2,
+                stop_token_ids=[3],
+            ),
+            stopping=pb.StopConditions(max_tokens=11, stop=["END", "\n"], stop_token_ids=[4], ignore_eos=True),
+            speculation=pb.SpeculationOptions(
+                rule=session_pb.VERIFICATION_RULE_REJECTION, draft_length=0, schedule=pb.SCHEDULE_SEQUENTIAL
+            ),
+            seed=0,
+        )
+    ]
+
+
+async def test_what_is_left_out_is_absent(client: GenerationClient, service: FakeGenerationService) -> None:
+    """Seed, max_tokens, draft length, rule, schedule and allowed tokens stay the server's to choose."""
+    await client.complete(GenerationRequest(token_ids=(1, 2)))
+    (sent,) = service.requests
+    assert list(sent.token_ids.ids) == [1, 2]
+    assert not sent.HasField("seed")
+    assert not sent.stopping.HasField("max_tokens")
+    assert not sent.speculation.HasField("draft_length")
+    assert not sent.sampling.HasField("allowed_token_ids")
+    assert sent.speculation.rule == session_pb.VERIFICATION_RULE_UNSPECIFIED
+    assert sent.speculation.schedule == pb.SCHEDULE_UNSPECIFIED
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt"), [("text", {"text": ""}), ("token_ids", {"token_ids": ()}), ("chat", {"messages": ()})]
+)
+def test_empty_prompt_is_still_a_prompt(kind: str, prompt: dict[str, object]) -> None:
+    """An empty text, list or conversation is sent as such; whether it makes sense is for the server to say."""
+    message = client_module.request_to_message(GenerationRequest(**prompt))  # type: ignore[arg-type]
+    assert message.WhichOneof("prompt") == kind
+
+
+@pytest.mark.parametrize(
+    ("parameter", "fields"),
+    [
+        ("prompt", {}),
+        ("prompt", {"text": "a", "token_ids": (1,)}),
+        ("prompt", {"text": "\ud800"}),
+        ("messages", {"messages": (ChatMessage("user", "\udfff"),)}),
+        ("messages", {"messages": (ChatMessage("robot", "Hi"),)}),
+        ("token_ids", {"token_ids": (1, -1)}),
+        ("token_ids", {"token_ids": (2**32,)}),
+        ("seed", {"text": "a", "seed": -1}),
+        ("seed", {"text": "a", "seed": 2**64}),
+        ("max_tokens", {"text": "a", "stopping": StopConditions(max_tokens=-1)}),
+        ("stop", {"text": "a", "stopping": StopConditions(stop=("",))}),
+        ("stop", {"text": "a", "stopping": StopConditions(stop=tuple("abcdefghijklmnopq"))}),
+        ("stop", {"text": "a", "stopping": StopConditions(stop=("\ud800",))}),
+        ("stop_token_ids", {"text": "a", "stopping": StopConditions(stop_token_ids=(-1,))}),
+        ("draft_length", {"text": "a", "speculation": SpeculationOptions(draft_length=65)}),
+        ("top_k", {"text": "a", "sampling": SamplingParams(top_k=2**32)}),
+        ("min_tokens", {"text": "a", "sampling": SamplingParams(min_tokens=2**32)}),
+        ("banned_token_ids", {"text": "a", "sampling": SamplingParams(banned_token_ids=(-1,))}),
+        ("allowed_token_ids", {"text": "a", "sampling": SamplingParams(allowed_token_ids=(2**32,))}),
+        ("logit_bias", {"text": "a", "sampling": SamplingParams(logit_bias=((2**32, 1.0),))}),
+    ],
+)
+def test_what_the_protocol_cannot_carry_is_refused_by_name(parameter: str, fields: dict[str, object]) -> None:
+    """A request out of range names its parameter before anything is sent."""
+    with pytest.raises(InvalidRequest) as refusal:
+        GenerationRequest(**fields)  # type: ignore[arg-type]
+    assert refusal.value.parameter == parameter
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How it fails
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ContextTooLong("The prompt has 9000 tokens, the model takes 8192."),
+        ModelMismatch("The tokenizers differ.", details={"target": "a", "drafter": "b"}),
+        TargetUnavailable("The target is gone."),
+        PacelineError("Something else.", reason="NEW_REASON"),
+    ],
+)
+async def test_reported_errors_keep_type_reason_and_sentence(
+    client: GenerationClient, service: FakeGenerationService, error: PacelineError
+) -> None:
+    """What the server described arrives as the same error; an unknown reason as the root with that reason."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        raise error
+        yield
+
+    service.answer = answer
+    with pytest.raises(PacelineError) as failure:
+        await client.complete(REQUEST)
+    assert type(failure.value) is type(error)
+    assert (failure.value.reason, failure.value.message) == (error.reason, error.message)
+    assert failure.value.details == error.details
+
+
+async def test_invalid_request_keeps_its_parameter(client: GenerationClient, service: FakeGenerationService) -> None:
+    """The parameter that a server refuses is named on this side too."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        raise InvalidRequest("max_tokens is too large.", parameter="max_tokens")
+        yield
+
+    service.answer = answer
+    with pytest.raises(InvalidRequest) as refusal:
+        await client.complete(REQUEST)
+    assert refusal.value.parameter == "max_tokens"
+
+
+async def test_full_queue_says_when_to_try_again(client: GenerationClient, service: FakeGenerationService) -> None:
+    """The retry hint survives the wire."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        raise QueueFull("Too many sessions.", retry_after_s=2.5)
+        yield
+
+    service.answer = answer
+    with pytest.raises(QueueFull) as refusal:
+        await client.complete(REQUEST)
+    assert refusal.value.retry_after_s == pytest.approx(2.5)
+
+
+async def test_error_in_mid_answer_comes_after_the_tokens(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """What was streamed before a failure has been delivered."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        events = canned_answer(request)
+        yield next(events)
+        yield next(events)
+        raise TargetUnavailable("The target is gone.")
+
+    service.answer = answer
+    events = client.generate(REQUEST)
+    assert isinstance(await anext(events), Started)
+    assert isinstance(await anext(events), Delta)
+    with pytest.raises(TargetUnavailable):
+        await anext(events)
+
+
+async def test_stream_without_an_end_is_an_error(client: GenerationClient, service: FakeGenerationService) -> None:
+    """A stream that ends with status OK but without `finished` is no whole answer."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        yield from list(canned_answer(request))[:-1]
+
+    service.answer = answer
+    with pytest.raises(IncompleteAnswer):
+        await client.complete(REQUEST)
+
+
+async def test_answer_without_a_beginning_is_an_error(client: GenerationClient, service: FakeGenerationService) -> None:
+    """Without `started` there is no seed to report."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        yield from list(canned_answer(request))[1:]
+
+    service.answer = answer
+    with pytest.raises(IncompleteAnswer):
+        await client.complete(REQUEST)
+
+
+async def test_nobody_listening_is_said_with_a_remedy() -> None:
+    """A refused connection names the address and the command that helps."""
+    with serving(FakeGenerationService()) as endpoint:
+        pass
+    async with GenerationClient(endpoint) as client:
+        with pytest.raises(ServerUnavailable, match=rf"Nothing answers at {endpoint}; start it with `paceline up`"):
+            await client.complete(REQUEST)
+        with pytest.raises(ServerUnavailable):
+            await client.server_info()
+
+
+async def test_another_service_at_the_endpoint_is_named_as_such() -> None:
+    """A gRPC server that does not generate is not mistaken for a silent one."""
+    with serving(GenerationServiceServicer()) as endpoint:
+        async with GenerationClient(endpoint) as client:
+            with pytest.raises(ServerUnavailable, match="not a Paceline orchestrator"):
+                await client.complete(REQUEST)
+
+
+async def test_closing_the_client_ends_its_streams_with_an_error(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """A stream whose channel is closed under it raises our error; the task that reads it is not cancelled."""
+    released = threading.Event()
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        yield next(canned_answer(request))
+        released.wait(30)
+
+    service.answer = answer
+    events = client.generate(REQUEST)
+    await anext(events)
+    following = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    await client.__aexit__(None, None, None)
+    with pytest.raises(IncompleteAnswer):
+        await following
+    released.set()
+
+
+class _AbortingService(FakeGenerationService):
+    """Ends every call with a bare status, as a proxy or an overloaded gRPC server does."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__()
+        self._code = code
+
+    def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        yield next(canned_answer(request))
+        context.abort(self._code, "bare words")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (grpc.StatusCode.CANCELLED, IncompleteAnswer, "cancelled"),
+        (grpc.StatusCode.UNAVAILABLE, ServerUnavailable, "went away in mid-answer"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, PacelineError, "bare words"),
+    ],
+)
+async def test_bare_statuses_become_our_errors(code: grpc.StatusCode, kind: type[PacelineError], words: str) -> None:
+    """A status without our details is told by its code; CANCELLED from the server does not cancel the caller's task."""
+    with serving(_AbortingService(code)) as endpoint:
+        async with GenerationClient(endpoint) as client:
+            with pytest.raises(kind, match=words):
+                await client.complete(REQUEST)
+
+
+async def test_deadline_travels_and_ends_the_wait(client: GenerationClient, service: FakeGenerationService) -> None:
+    """The server is told how long the caller waits, and after that the caller waits no longer."""
+    released = threading.Event()
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        released.wait(30)
+        yield from canned_answer(request)
+
+    service.answer = answer
+    with pytest.raises(DeadlineExceeded, match=r"within 1 s"):
+        await client.complete(REQUEST, timeout_s=1.0)
+    released.set()
+    assert 0 < service.deadlines_s[0] < 60
+
+
+async def test_leaving_the_stream_cancels_the_request(client: GenerationClient, service: FakeGenerationService) -> None:
+    """A caller that has read enough does not keep the models busy."""
+    cancelled = threading.Event()
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        try:
+            while True:
+                yield next(canned_answer(request))
+        finally:
+            cancelled.set()
+
+    service.answer = answer
+    async with aclosing(client.generate(REQUEST)) as events:
+        await anext(events)
+    assert cancelled.wait(30)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "localhost", "localhost:", ":50051", "localhost:0", "host:70000", "host:http"]
+)
+def test_malformed_endpoint_is_refused(endpoint: str) -> None:
+    """An endpoint is HOST:PORT; anything else is refused before a connection is tried."""
+    with pytest.raises(InvalidRequest) as refusal:
+        GenerationClient(endpoint)
+    assert refusal.value.parameter == "endpoint"
+
+
+def test_importing_the_client_loads_no_engine() -> None:
+    """A backend pays for gRPC alone: neither torch nor transformers nor Ray is imported."""
+    script = (
+        "import sys, paceline.client; print([m for m in ('torch', 'transformers', 'ray', 'numpy') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,121 @@
+"""A `GenerationService` without models: it records what it is asked and streams canned events over real gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+from grpc_status import rpc_status
+
+from paceline.errors import PacelineError
+from paceline.rpc import to_status
+from paceline.v1 import generation_service_pb2 as pb
+from paceline.v1 import session_pb2 as session_pb
+from paceline.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+DRAFT = pb.TOKEN_ORIGIN_DRAFT
+CORRECTION = pb.TOKEN_ORIGIN_CORRECTION
+BONUS = pb.TOKEN_ORIGIN_BONUS
+PLAIN = pb.TOKEN_ORIGIN_PLAIN
+
+ROUNDS: Sequence[Sequence[tuple[str, pb.TokenOrigin]]] = (
+    (("The", PLAIN),),
+    ((" sky", DRAFT), (" is", DRAFT), (" blue", BONUS)),
+    ((" to", DRAFT), ("day", CORRECTION)),
+)
+TEXT = "The sky is blue today."
+"""What the canned answer says: the pieces of its rounds, and a full stop held back until the end."""
+
+SEED = 2**64 - 1
+
+Answer = Callable[[pb.GenerateRequest], Iterator[pb.GenerateResponse]]
+
+
+def canned_answer(request: pb.GenerateRequest, *, elapsed_s: float = 0.5) -> Iterator[pb.GenerateResponse]:
+    """The whole canned answer; a request that names a seed gets it echoed."""
+    seed = request.seed if request.HasField("seed") else SEED
+    yield pb.GenerateResponse(started=pb.Started(request_id="r1", seed=seed, prompt_tokens=3))
+    next_id = 100
+    for tokens in ROUNDS:
+        pieces = [piece for piece, _ in tokens]
+        ids = range(next_id, next_id + len(tokens))
+        next_id += len(tokens)
+        delta = pb.Delta(text="".join(pieces), token_ids=ids, origins=[origin for _, origin in tokens], pieces=pieces)
+        yield pb.GenerateResponse(delta=delta)
+    yield pb.GenerateResponse(finished=finished(elapsed_s=elapsed_s, schedule=request.speculation.schedule))
+
+
+def finished(*, elapsed_s: float, schedule: pb.Schedule) -> pb.Finished:
+    speculation = pb.SpeculationUsage(
+        num_drafts=2,
+        num_draft_tokens=4,
+        num_accepted_tokens=3,
+        num_accepted_tokens_per_pos=[2, 1],
+        num_draft_tokens_per_pos=[2, 2],
+        acceptance_rate=0.75,
+        mean_acceptance_length=2.5,
+        per_token_acceptance=0.75,
+        rounds=3,
+        plain_rounds=1,
+        target_busy_s=elapsed_s * 0.8,
+        draft_wait_s=elapsed_s * 0.1,
+        elapsed_s=elapsed_s,
+        rule=session_pb.VERIFICATION_RULE_COUPLED,
+        schedule=schedule or pb.SCHEDULE_PIPELINED,
+    )
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=6)
+    return pb.Finished(finish_reason=pb.FINISH_REASON_STOP, text=".", usage=usage, speculation=speculation)
+
+
+def prompt_of(request: pb.GenerateRequest) -> str:
+    """What was asked: the text, or the last message."""
+    return request.text or request.chat.messages[-1].content
+
+
+class FakeGenerationService(GenerationServiceServicer):
+    """Answers by `answer`; a `PacelineError` that it raises goes out as the rich status a real server would send."""
+
+    def __init__(self, answer: Answer = canned_answer) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.deadlines_s: list[float] = []
+        self.cancelled = 0
+        self.answer = answer
+
+    def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.deadlines_s.append(context.time_remaining() or 0.0)
+        try:
+            yield from self.answer(request)
+        except PacelineError as error:
+            context.abort_with_status(rpc_status.to_status(to_status(error)))
+        except GeneratorExit:
+            self.cancelled += 1
+            raise
+
+    def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: grpc.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            target=session_pb.ModelInfo(model_id="fake-target", vocab_size=1000, dtype="float32", eos_token_ids=[2]),
+            drafter=session_pb.ModelInfo(model_id="ngram", method="ngram"),
+            speculation=pb.SpeculationOptions(
+                rule=session_pb.VERIFICATION_RULE_COUPLED, draft_length=4, schedule=pb.SCHEDULE_PIPELINED
+            ),
+        )
+
+
+@contextmanager
+def serving(service: GenerationServiceServicer, *, port: int = 0) -> Iterator[str]:
+    """The HOST:PORT at which the service answers, until the end of the block."""
+    server = grpc.server(ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
+    add_GenerationServiceServicer_to_server(service, server)
+    bound_port = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield f"127.0.0.1:{bound_port}"
+    finally:
+        server.stop(grace=None).wait()
