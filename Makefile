@@ -35,7 +35,7 @@ check-types: $(INSTALLED)
 
 check-imports: $(INSTALLED)
 	@echo 'check: who imports what'
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 check-proto: $(INSTALLED)
 	@echo 'check: protocol, and the code generated from it'

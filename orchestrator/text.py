@@ -24,9 +24,8 @@ _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError,
 _FALLBACK_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SPACE_BYTE = 0x20
 
-# An unfinished character has at most three bytes and a visible token at least one. So the last three tokens hold it
-# whole, and one more shows that they do not open the text (where many tokenizers drop a space).
-_CONTEXT_LENGTH = 4
+# An unfinished character has at most three bytes, a visible token at least one: the last three tokens hold it whole.
+_CONTEXT_LENGTH = 3
 _LONGEST_WINDOW = 2 * _CONTEXT_LENGTH  # shortened only this often: each time costs one decode
 
 
@@ -37,6 +36,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._unused_ids = frozenset(range(self._vocab_size)).difference(vocabulary.values())
         self._is_visible: dict[int, bool] = {}
         self._fallback_bytes = {
             token_id: int(token[1:5], 16)
@@ -109,17 +109,15 @@ class Tokenizer:
         return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, without special tokens and ids beyond `vocab_size`, otherwise exactly as they spell it."""
-        known = [token_id for token_id in ids if token_id < self._vocab_size]
-        text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str), "one sequence of ids, one text"
-        return text
+        """The text of the ids exactly as they spell it, without special tokens and ids that the tokenizer lacks."""
+        return self._decode(ids, skip_special_tokens=True)
 
     def is_visible(self, token_id: int) -> bool:
-        """Whether `decode` takes any notice of the token: false for special tokens and for ids it does not know."""
+        """Whether `decode` takes notice of the token: false for special tokens and for ids that the tokenizer lacks."""
         if token_id not in self._is_visible:
-            # Twice, because a lone first token may lose the one space it consists of.
-            self._is_visible[token_id] = self.decode([token_id, token_id]) != ""
+            without_special = self.decode([token_id])
+            is_special = without_special != self._decode([token_id], skip_special_tokens=False)
+            self._is_visible[token_id] = self._has(token_id) and not is_special
         return self._is_visible[token_id]
 
     def fallback_byte(self, token_id: int) -> int | None:
@@ -130,6 +128,18 @@ class Tokenizer:
     def drops_first_space(self) -> bool:
         """Whether a fallback byte loses its space at the beginning of the text."""
         return self._drops_first_space
+
+    def _has(self, token_id: int) -> bool:
+        return token_id < self._vocab_size and token_id not in self._unused_ids
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        # A model may have more ids than its tokenizer, and not every tokenizer takes them.
+        known = [token_id for token_id in ids if self._has(token_id)]
+        text = self._tokenizer.decode(
+            known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str), "one sequence of ids, one text"
+        return text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -62,7 +62,9 @@ def _behaviour(folder: Path, service: str) -> Behaviour:
 
 
 def _watch_parent(stopping: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    # Below Python's buffers, whose lock would hold up the interpreter's end.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     stopping.set()
 
 

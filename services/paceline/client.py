@@ -1,7 +1,6 @@
 """What backend services import: a typed, asynchronous client of `GenerationService`.
 
-Light on purpose: gRPC and the generated code only. Importing it loads no torch, no Ray and no engine, so the few lines
-that turn a request into a message stand here and not in `wire`.
+Light on purpose: importing it loads gRPC and the generated code, but no torch, no Ray and no engine.
 
     async with GenerationClient("127.0.0.1:50051") as client:
         async for event in client.generate(GenerationRequest(text="Once upon a time")):
@@ -14,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import grpc
 import grpc.aio
@@ -55,10 +54,10 @@ from paceline.generation import (
     StopConditions,
     Usage,
 )
+from paceline.generation_wire import event_from_proto, request_to_proto, server_info_from_proto
 from paceline.rpc import ERROR_DOMAIN, open_channel
-from paceline.types import FinishReason, ModelInfo, Origin, SamplingParams, VerificationRule
+from paceline.types import FinishReason, Origin, SamplingParams, VerificationRule
 from paceline.v1 import generation_service_pb2 as generation_pb
-from paceline.v1 import session_pb2 as session_pb
 from paceline.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 __all__ = [
@@ -127,11 +126,11 @@ class GenerationClient:
         Closing the generator cancels the request at the server. Raises `IncompleteAnswer` if the stream ends without
         `Finished`, whatever its status says.
         """
-        call = self._stub().Generate(request_to_message(request), timeout=timeout_s)
+        call = self._stub().Generate(request_to_proto(request), timeout=timeout_s)
         last: Event | None = None
         try:
             async for response in call:
-                event = _event_from(response)
+                event = event_from_proto(response)
                 if event is not None:
                     last = event
                     yield event
@@ -159,11 +158,7 @@ class GenerationClient:
             response = await self._stub().GetServerInfo(generation_pb.GetServerInfoRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._explain(error, timeout_s=timeout_s, in_mid_answer=False) from error
-        return ServerInfo(
-            target=_model_info_from(response.target),
-            drafter=_model_info_from(response.drafter) if response.HasField("drafter") else None,
-            speculation=_options_from(response.speculation),
-        )
+        return server_info_from_proto(response)
 
     def _stub(self) -> GenerationServiceStub:
         assert self._channel is not None, "use the client within `async with`"
@@ -264,164 +259,3 @@ def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
             except DecodeError:
                 return None
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Translation
-
-
-def request_to_message(request: GenerationRequest) -> generation_pb.GenerateRequest:
-    message = generation_pb.GenerateRequest(
-        sampling=_sampling_message(request.sampling),
-        stopping=_stopping_message(request.stopping),
-        speculation=_speculation_message(request.speculation),
-        seed=request.seed,
-    )
-    if request.text is not None:
-        message.text = request.text
-    if request.token_ids is not None:
-        message.token_ids.CopyFrom(session_pb.TokenIds(ids=request.token_ids))
-    if request.messages is not None:
-        turns = [generation_pb.ChatMessage(role=turn.role, content=turn.content) for turn in request.messages]
-        message.chat.CopyFrom(generation_pb.ChatMessages(messages=turns))
-    return message
-
-
-def _sampling_message(sampling: SamplingParams) -> session_pb.SamplingParams:
-    allowed = sampling.allowed_token_ids
-    return session_pb.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=[session_pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
-        banned_token_ids=sampling.banned_token_ids,
-        allowed_token_ids=None if allowed is None else session_pb.TokenIds(ids=allowed),
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-    )
-
-
-def _stopping_message(stopping: StopConditions) -> generation_pb.StopConditions:
-    return generation_pb.StopConditions(
-        max_tokens=stopping.max_tokens,
-        stop=stopping.stop,
-        stop_token_ids=stopping.stop_token_ids,
-        ignore_eos=stopping.ignore_eos,
-    )
-
-
-def _speculation_message(options: SpeculationOptions) -> generation_pb.SpeculationOptions:
-    return generation_pb.SpeculationOptions(
-        rule=_RULES_TO_PROTO[options.rule],
-        draft_length=options.draft_length,
-        schedule=_SCHEDULES_TO_PROTO[options.schedule],
-    )
-
-
-_RULES_TO_PROTO = {
-    None: session_pb.VERIFICATION_RULE_UNSPECIFIED,
-    VerificationRule.GREEDY: session_pb.VERIFICATION_RULE_GREEDY,
-    VerificationRule.REJECTION: session_pb.VERIFICATION_RULE_REJECTION,
-    VerificationRule.COUPLED: session_pb.VERIFICATION_RULE_COUPLED,
-}
-_SCHEDULES_TO_PROTO = {
-    None: generation_pb.SCHEDULE_UNSPECIFIED,
-    Schedule.PLAIN: generation_pb.SCHEDULE_PLAIN,
-    Schedule.SEQUENTIAL: generation_pb.SCHEDULE_SEQUENTIAL,
-    Schedule.PIPELINED: generation_pb.SCHEDULE_PIPELINED,
-}
-_RULES = {number: rule for rule, number in _RULES_TO_PROTO.items()}
-_SCHEDULES = {number: schedule for schedule, number in _SCHEDULES_TO_PROTO.items()}
-_ORIGINS = {
-    generation_pb.TOKEN_ORIGIN_DRAFT: Origin.DRAFT,
-    generation_pb.TOKEN_ORIGIN_CORRECTION: Origin.CORRECTION,
-    generation_pb.TOKEN_ORIGIN_BONUS: Origin.BONUS,
-    generation_pb.TOKEN_ORIGIN_PLAIN: Origin.PLAIN,
-}
-_FINISH_REASONS = {
-    generation_pb.FINISH_REASON_STOP: FinishReason.STOP,
-    generation_pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
-
-Number = TypeVar("Number", bound=int)
-Value = TypeVar("Value")
-
-
-def _known(values: dict[Number, Value], number: Number) -> Value:
-    if number not in values:
-        raise PayloadInvalid("The server speaks a newer protocol than this client; update the client.")
-    return values[number]
-
-
-def _event_from(response: generation_pb.GenerateResponse) -> Event | None:
-    """None for an event that this client is too old to know."""
-    match response.WhichOneof("event"):
-        case "started":
-            started = response.started
-            return Started(request_id=started.request_id, seed=started.seed, prompt_tokens=started.prompt_tokens)
-        case "delta":
-            delta = response.delta
-            return Delta(
-                text=delta.text,
-                token_ids=tuple(delta.token_ids),
-                origins=tuple(_known(_ORIGINS, origin) for origin in delta.origins),
-                pieces=tuple(delta.pieces),
-            )
-        case "finished":
-            finished = response.finished
-            return Finished(
-                finish_reason=_known(_FINISH_REASONS, finished.finish_reason),
-                text=finished.text,
-                usage=Usage(
-                    prompt_tokens=finished.usage.prompt_tokens, completion_tokens=finished.usage.completion_tokens
-                ),
-                speculation=_speculation_usage_from(finished.speculation),
-            )
-        case _:
-            return None
-
-
-def _speculation_usage_from(message: generation_pb.SpeculationUsage) -> SpeculationUsage:
-    return SpeculationUsage(
-        num_drafts=message.num_drafts,
-        num_draft_tokens=message.num_draft_tokens,
-        num_accepted_tokens=message.num_accepted_tokens,
-        num_accepted_tokens_per_pos=tuple(message.num_accepted_tokens_per_pos),
-        num_draft_tokens_per_pos=tuple(message.num_draft_tokens_per_pos),
-        acceptance_rate=message.acceptance_rate,
-        mean_acceptance_length=message.mean_acceptance_length,
-        per_token_acceptance=message.per_token_acceptance,
-        rounds=message.rounds,
-        plain_rounds=message.plain_rounds,
-        fallback_rounds=message.fallback_rounds,
-        target_busy_s=message.target_busy_s,
-        draft_wait_s=message.draft_wait_s,
-        elapsed_s=message.elapsed_s,
-        rule=_known(_RULES, message.rule),
-        schedule=_known(_SCHEDULES, message.schedule),
-    )
-
-
-def _options_from(message: generation_pb.SpeculationOptions) -> SpeculationOptions:
-    return SpeculationOptions(
-        rule=_known(_RULES, message.rule),
-        draft_length=message.draft_length if message.HasField("draft_length") else None,
-        schedule=_known(_SCHEDULES, message.schedule),
-    )
-
-
-def _model_info_from(message: session_pb.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        model_id=message.model_id,
-        vocab_size=message.vocab_size,
-        max_context=message.max_context,
-        tokenizer_sha256=message.tokenizer_sha256,
-        incarnation=message.incarnation,
-        method=message.method,
-        dtype=message.dtype,
-        eos_token_ids=tuple(message.eos_token_ids),
-    )

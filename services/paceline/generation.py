@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from paceline.errors import InvalidRequest, PacelineError
-from paceline.types import MAX_SEED, FinishReason, ModelInfo, Origin, SamplingParams, VerificationRule
+from paceline.types import MAX_DRAFT_LENGTH, MAX_SEED, FinishReason, ModelInfo, Origin, SamplingParams, VerificationRule
 
-MAX_DRAFT_LENGTH = 64
 MAX_STOP_STRINGS = 16
 ROLES = ("system", "user", "assistant")
 _MAX_UINT32 = 2**32 - 1
@@ -125,7 +124,9 @@ def _require_text(parameter: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{parameter} is not valid Unicode text.", parameter=parameter) from error
+        raise InvalidRequest(
+            f"{parameter} must be valid Unicode text, without unpaired surrogates.", parameter=parameter
+        ) from error
 
 
 def _require_role(role: str) -> None:

@@ -135,19 +135,19 @@ class ServiceProcess:
     def is_ready(self) -> bool:
         return bool(self.address)
 
-    @property
-    def last_log_line(self) -> str:
-        return self._log_tail[-1] if self._log_tail else ""
-
     def settle_into(self, settled: queue.SimpleQueue[ServiceProcess]) -> None:
         """Put this process on the queue once: when it is ready, or when its standard output has ended without that."""
         threading.Thread(target=self._read_output, args=(settled,), daemon=True).start()
 
     def explain_end(self) -> str:
-        """Why it ended: the last line of its log, which our services make a sentence for a person."""
+        """Why it ended: the signal that killed it, or the last line of its log, which our services make a sentence."""
         self.wait(_END_TIMEOUT_S)
         self._log_reader.join(_END_TIMEOUT_S)
-        return self.last_log_line or f"It ended with status {self._process.poll()} and said nothing."
+        status = self._process.poll()
+        if status is not None and status < 0:
+            return f"It was killed by {signal.Signals(-status).name}."
+        last_line = self._log_tail[-1] if self._log_tail else ""
+        return last_line or f"It ended with status {status} and said nothing."
 
     def terminate(self) -> None:
         if self.is_running:

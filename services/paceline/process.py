@@ -20,7 +20,6 @@ from paceline.errors import PacelineError
 from paceline.settings import ServiceSettings
 from paceline.telemetry import configure_logging
 
-
 logger = structlog.get_logger(__name__)
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from paceline import noise
@@ -149,8 +150,8 @@ def _residual(target_probs: Tensor, distribution: SparseDistribution) -> Tensor:
     Where nothing is left the two are the same and a rejection has no probability; the target itself is then the one
     row that can only yield possible tokens.
     """
-    ids = distribution.ids.to(target_probs.device)
-    shares = distribution.shares().to(target_probs.device)
+    ids = torch.tensor(list(distribution.shares), device=target_probs.device)
+    shares = target_probs.new_tensor(list(distribution.shares.values()))
     weights = target_probs.index_add(0, ids, -shares).clamp_(min=0.0)
     total = weights.sum()
     return weights.div_(total) if float(total) > 0.0 else target_probs
@@ -175,7 +176,7 @@ def _drawn_from(
     if len(distributions) != len(draft_ids):
         raise PayloadInvalid(f"{len(draft_ids)} draft tokens came with {len(distributions)} distributions.")
     for draft_id, distribution in zip(draft_ids, distributions, strict=True):
-        if not 0 <= int(distribution.ids.min()) <= int(distribution.ids.max()) < vocab_size:
+        if min(distribution.shares) < 0 or max(distribution.shares) >= vocab_size:
             raise PayloadInvalid(f"A draft distribution names ids outside the vocabulary of {vocab_size} tokens.")
         if distribution.probability(draft_id) == 0.0:
             raise PayloadInvalid(f"Token {draft_id} cannot have been drawn from the distribution sent with it.")

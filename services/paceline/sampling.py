@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -314,31 +314,32 @@ _SMALLEST_NORMAL_HALF = 2.0**-14
 class SparseDistribution:
     """The distribution that a draft token was drawn from: probability 0 outside `ids`.
 
-    `probs` need not add up to 1; probabilities are shares of their sum. Raises `PayloadInvalid` if they are none.
+    `probs` need not add up to 1; probabilities are shares of their sum. Raises `PayloadInvalid` if they are none, or if
+    an id comes twice.
     """
 
     ids: Tensor  # [entries] int64
     probs: Tensor  # [entries], floating
+    shares: Mapping[int, float] = field(init=False, repr=False)  # the same, normalised in float64, by id
 
     def __post_init__(self) -> None:
-        if self.ids.ndim != 1 or self.ids.shape != self.probs.shape or self.ids.numel() == 0:
-            raise PayloadInvalid("A draft distribution needs one probability for each id, and at least one id.")
-        if not (float(self.probs.min()) >= 0.0 and 0.0 < float(self.probs.sum()) < math.inf):
+        ids, probs = self.ids.tolist(), self.probs.tolist()
+        if not len(ids) == len(set(ids)) == len(probs) > 0:
+            raise PayloadInvalid("A draft distribution needs distinct ids, at least one, and a probability for each.")
+        total = sum(probs)
+        if not (min(probs) >= 0.0 and 0.0 < total < math.inf):
             raise PayloadInvalid("A draft distribution needs finite probabilities that are not negative nor all zero.")
+        shares = {token_id: prob / total for token_id, prob in zip(ids, probs, strict=True)}
+        object.__setattr__(self, "shares", shares)
 
     @classmethod
     def one_hot(cls, token_id: int) -> SparseDistribution:
         """What a deterministic draft token was drawn from."""
         return cls(torch.tensor([token_id]), torch.ones(1, dtype=torch.float64))
 
-    def shares(self) -> Tensor:
-        """The probabilities, normalised in float64; [entries]."""
-        probs = self.probs.double()
-        return probs / probs.sum()
-
     def probability(self, token_id: int) -> float:
-        """The normalised probability of one token."""
-        return float(self.shares()[self.ids == token_id].sum())
+        """The normalised probability of one token; 0.0 outside `ids`."""
+        return self.shares.get(token_id, 0.0)
 
 
 def truncate_to_top(

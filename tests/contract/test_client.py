@@ -40,6 +40,7 @@ from paceline.errors import (
     QueueFull,
     TargetUnavailable,
 )
+from paceline.generation_wire import request_to_proto
 from paceline.v1 import generation_service_pb2 as pb
 from paceline.v1 import session_pb2 as session_pb
 from paceline.v1.generation_service_pb2_grpc import GenerationServiceServicer
@@ -214,7 +215,7 @@ async def test_what_is_left_out_is_absent(client: GenerationClient, service: Fak
 )
 def test_empty_prompt_is_still_a_prompt(kind: str, prompt: dict[str, object]) -> None:
     """An empty text, list or conversation is sent as such; whether it makes sense is for the server to say."""
-    message = client_module.request_to_message(GenerationRequest(**prompt))  # type: ignore[arg-type]
+    message = request_to_proto(GenerationRequest(**prompt))  # type: ignore[arg-type]
     assert message.WhichOneof("prompt") == kind
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import noise
@@ -41,6 +41,7 @@ def test_published_vectors_are_reproduced(vector: dict[str, Any]) -> None:
         assert noise.gumbel(key[0], key[1], key[3]) == float.fromhex(vector["gumbel"])
 
 
+@settings(deadline=None)
 @given(seeds, positions, purposes, st.lists(indices, min_size=1, max_size=40))
 def test_many_indices_at_once_give_the_same_numbers(
     seed: int, position: int, purpose: Purpose, some_indices: list[int]
@@ -65,6 +66,7 @@ def test_the_indices_given_are_left_alone() -> None:
     assert some_indices.equal(torch.arange(100))
 
 
+@settings(deadline=None)
 @given(seeds, positions, purposes, indices)
 def test_uniforms_lie_strictly_inside_the_unit_interval(seed: int, position: int, purpose: Purpose, index: int) -> None:
     """Neither 0 nor 1 can occur: the numerator over 2**53 is odd (C11)."""
@@ -82,6 +84,7 @@ def test_the_extreme_words_still_give_numbers_inside_the_unit_interval() -> None
     assert highest_noise == pytest.approx(53 * math.log(2))
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=2.3e-308, allow_infinity=False) | st.floats(0.4, 2.5))
 def test_the_logarithm_is_right_to_the_last_bit_or_so(value: float) -> None:
     """Within 1.5 units in the last place of the exact logarithm, computed with 60 decimal digits."""
@@ -91,6 +94,7 @@ def test_the_logarithm_is_right_to_the_last_bit_or_so(value: float) -> None:
         assert error <= Decimal("1.5") * Decimal(math.ulp(float(exact)))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**52 - 1))
 def test_gumbel_noise_is_accurate_over_the_whole_range_of_uniforms(half_numerator: int) -> None:
     """-log(-log u) within 4 units in the last place of 1, or of itself if larger, for every u the noise can give."""

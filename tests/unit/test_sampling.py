@@ -95,6 +95,7 @@ PENALTIES = SamplingParams(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=8), st.lists(st.integers(0, 30), max_size=8))
 def test_drafted_tokens_count_as_output_to_the_bit(output_ids: list[int], drafted: list[int]) -> None:
     """A row behind drafted tokens equals the row once they are committed: draft lengths cannot show in the output
@@ -105,6 +106,7 @@ def test_drafted_tokens_count_as_output_to_the_bit(output_ids: list[int], drafte
     assert as_draft.equal(as_output)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 30), max_size=5), max_size=5))
 def test_history_that_grew_equals_history_built_at_once(runs: list[list[int]]) -> None:
     """`extend`, in runs of any length, leads to the history of all tokens together."""
@@ -283,25 +285,25 @@ def reference_filter(row: Tensor, top_k: int, top_p: float, min_p: float) -> set
     ranked = ranked[:top_k] if top_k else ranked
     mass, needed, kept = sum(float(scores[token_id]) for token_id in ranked), 0.0, []
     for token_id in ranked:
-        if needed >= top_p * mass:
+        if top_p < 1.0 and needed >= top_p * mass:
             break
         kept.append(token_id)
         needed += float(scores[token_id])
     return {token_id for token_id in kept if float(row[token_id]) >= float(row[ranked[0]]) + math.log(min_p or 1e-300)}
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
-    st.integers(0, 10_000),
-    st.sampled_from([2, 5, 64, 300, 1_500]),
-    st.sampled_from([0.0, 0.3, 3.0, 12.0]),
-    st.booleans(),
-    st.sampled_from([0, 1, 2, 20, 400]),
-    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
-    st.sampled_from([0.0, 0.001, 0.1]),
+    seed=st.integers(0, 10_000),
+    vocab_size=st.sampled_from([2, 5, 64, 300, 1_500]),
+    spread=st.sampled_from([0.0, 0.3, 3.0, 12.0]),
+    has_ties=st.booleans(),
+    top_k=st.sampled_from([0, 1, 2, 20, 400]),
+    top_p=st.sampled_from([1.0, 0.99901, 0.89917, 0.50023, 0.01001]),  # met exactly by no flat row
+    min_p=st.sampled_from([0.0, 0.001, 0.1]),
 )
 def test_filters_keep_what_sorting_the_whole_row_keeps(
-    seed: int, vocab_size: int, spread: float, has_ties: bool, top_k: int, top_p: float, min_p: float
+    *, seed: int, vocab_size: int, spread: float, has_ties: bool, top_k: int, top_p: float, min_p: float
 ) -> None:
     """Flat, peaked and tied rows, in every combination of the three filters: the support of the plain algorithm."""
     row = seeded_row(vocab_size, spread=spread, seed=seed).double()
@@ -428,7 +430,7 @@ def test_draw_inverts_the_cumulative_weights() -> None:
     assert [draw(weights, number) for number, _ in boundaries] == [index for _, index in boundaries]
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.sampled_from([0.0, 1e-300, 1e-17, 0.1, 0.3, 1.0, 7.0, 1e17]), min_size=1, max_size=30).filter(any),
     st.integers(0, 2**52 - 1).map(lambda half: (2 * half + 1) * 2.0**-53)
@@ -471,10 +473,18 @@ def test_probability_is_the_share_of_the_sum_and_zero_elsewhere() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "probs"),
-    [([], []), ([1, 2], [1.0]), ([1, 2], [0.0, 0.0]), ([1, 2], [0.5, -0.1]), ([1], [math.nan]), ([1], [INFINITY])],
+    [
+        ([], []),
+        ([1, 2], [1.0]),
+        ([1, 1], [0.5, 0.5]),
+        ([1, 2], [0.0, 0.0]),
+        ([1, 2], [0.5, -0.1]),
+        ([1], [math.nan]),
+        ([1], [INFINITY]),
+    ],
 )
 def test_what_is_no_distribution_is_refused(ids: list[int], probs: list[float]) -> None:
-    """Empty, misshapen, negative, zero or non-finite: a typed error that concerns this payload."""
+    """Empty, misshapen, with an id twice, negative, zero or non-finite: a typed error that concerns this payload."""
     with pytest.raises(PayloadInvalid):
         SparseDistribution(torch.tensor(ids, dtype=torch.int64), torch.tensor(probs))
 
@@ -517,7 +527,7 @@ def test_only_rejection_sends_a_distribution_and_it_holds_the_draft() -> None:
         token_id, distribution = draft(row, VerificationRule.REJECTION, seed, top_k=5)
         assert distribution is not None
         assert distribution.probability(token_id) > 0.0
-        assert float(distribution.shares().sum()) == pytest.approx(1.0, abs=1e-12)
+        assert sum(distribution.shares.values()) == pytest.approx(1.0, abs=1e-12)
         assert set(distribution.ids.tolist()) <= set(row.topk(5).indices.tolist())
 
 
@@ -527,7 +537,7 @@ def test_rejection_drafts_follow_the_distribution_sent_with_them() -> None:
     drawn = torch.tensor([draft(row, VerificationRule.REJECTION, seed)[0] for seed in range(20_000)])
     _, distribution = draft(row, VerificationRule.REJECTION, 0)
     assert distribution is not None
-    law = torch.zeros(300, dtype=torch.float64).index_add(0, distribution.ids, distribution.shares())
+    law = torch.tensor([distribution.probability(token_id) for token_id in range(300)], dtype=torch.float64)
     assert chi_square_p_value(torch.bincount(drawn, minlength=300), law) > SIGNIFICANCE
 
 

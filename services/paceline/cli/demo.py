@@ -59,14 +59,14 @@ PROMPTS = (
         "    return total\n",
     ),
     DemoPrompt(
-        "quote a text",
+        "quote",
         "Repeat the following paragraph word for word.\n\n"
         "In a paceline, cyclists take turns in front, so that the one behind rides in the draft of the one ahead. "
         "The rider in front works hard and the rider behind saves strength, and after a while they change places. "
         "In this way the group is faster than any of its riders would be alone.",
     ),
     DemoPrompt("explain", "Explain in a few sentences why the sky is blue."),
-    DemoPrompt("give advice", "Give me three tips for a good night's sleep."),
+    DemoPrompt("advice", "Give me three tips for a good night's sleep."),
 )
 SCHEDULES = (Schedule.PLAIN, Schedule.SEQUENTIAL, Schedule.PIPELINED)
 
@@ -98,6 +98,7 @@ async def _run(stack: LocalStack, terminal: Terminal, *, max_tokens: int) -> Non
     async with GenerationClient(stack.endpoint) as client:
         info = await client.server_info()
         _say(terminal, circumstances(stack, info))
+        terminal.out.print()
         await _watch_one(client, terminal, max_tokens=max_tokens)
         runs = await _run_all(client, terminal, max_tokens=max_tokens)
     terminal.out.print(comparison_table(runs))
@@ -110,7 +111,7 @@ async def _run(stack: LocalStack, terminal: Terminal, *, max_tokens: int) -> Non
 
 def _say(terminal: Terminal, sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        terminal.out.print(Text(sentence))
+        terminal.out.print(Text(sentence), soft_wrap=True)
 
 
 def circumstances(stack: LocalStack, info: ServerInfo) -> Iterator[str]:
@@ -145,7 +146,7 @@ async def _watch_one(client: GenerationClient, terminal: Terminal, *, max_tokens
     terminal.out.print(Panel(Text(prompt.text.strip()), title=prompt.name, title_align="left", style="dim"))
     request = _request(prompt, Schedule.PIPELINED, max_tokens=max_tokens)
     completion = await stream_answer(client, request, terminal, show_drafts=True, timeout_s=DEFAULT_TIMEOUT_S)
-    terminal.out.print(legend(completion.origins))
+    terminal.out.print(legend(completion.origins), soft_wrap=True, end="\n\n")
 
 
 async def _run_all(client: GenerationClient, terminal: Terminal, *, max_tokens: int) -> list[PromptRuns]:

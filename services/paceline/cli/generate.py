@@ -154,7 +154,7 @@ def _answer(
                 return
             completion = await stream_answer(client, request, terminal, show_drafts=show_drafts, timeout_s=timeout_s)
             if show_drafts:
-                terminal.err.print(legend(completion.origins))
+                terminal.err.print(legend(completion.origins), soft_wrap=True)
             terminal.err.print(answer_table(completion))
 
     asyncio.run(run())

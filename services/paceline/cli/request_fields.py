@@ -143,8 +143,9 @@ class RequestFields(BaseModel):
 
 
 def _refusal(error: ValidationError) -> InvalidRequest:
-    """The first complaint as a sentence."""
-    problem = error.errors(include_url=False)[0]
+    """One complaint as a sentence: an unknown field first, because what is missing may only be misspelt."""
+    problems = error.errors(include_url=False)
+    problem = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     field = _dotted(problem["loc"])
     complaint = problem["msg"][:1].lower() + problem["msg"][1:]
     match problem["type"]:

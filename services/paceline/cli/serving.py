@@ -9,16 +9,23 @@ from paceline.cli.terminal import Terminal
 from paceline.local_stack import LocalStack, LocalStackSettings, LogReport
 
 
-def ignore_log(service: str, line: str) -> None:
-    """Keep the services' logs to themselves; a failed start still ends with its last line."""
+def _ignore(service: str, line: str) -> None:
+    return None
 
 
 @contextmanager
 def running_stack(
-    settings: LocalStackSettings, terminal: Terminal, *, on_log: LogReport = ignore_log
+    settings: LocalStackSettings, terminal: Terminal, *, on_log: LogReport = _ignore
 ) -> Iterator[LocalStack]:
     """All services, from their start to their end; raises `StartupFailed` if one cannot start."""
     with ExitStack() as until_end:
-        with terminal.spinner("Starting") as report:
-            stack = until_end.enter_context(LocalStack(settings, on_progress=report, on_log=on_log))
+        with terminal.spinner("Starting") as show:
+
+            def show_and_pass_on(service: str, line: str) -> None:
+                # Sentences are for people (a model is being unpacked, say); structured lines are not.
+                if not line.startswith("{"):
+                    show(f"{service}: {line}")
+                on_log(service, line)
+
+            stack = until_end.enter_context(LocalStack(settings, on_progress=show, on_log=show_and_pass_on))
         yield stack

@@ -36,13 +36,14 @@ class Terminal:
     @classmethod
     def open(cls) -> Terminal:
         """Made when a command starts, because the streams may be replaced until then."""
-        return cls(out=Console(highlight=False, soft_wrap=True), err=Console(stderr=True, highlight=False))
+        return cls(out=Console(highlight=False), err=Console(stderr=True, highlight=False))
 
     def write(self, text: str, style: str = "") -> None:
-        """A piece of an answer, at once; on a terminal without control characters."""
+        """A piece of an answer, at once; on a terminal in its style and without control characters."""
         if self.out.is_terminal:
-            text = text.translate(_CONTROL_CHARACTERS)
-        self.out.out(text, style=style or None, end="", highlight=False)
+            self.out.out(text.translate(_CONTROL_CHARACTERS), style=style or None, end="", highlight=False)
+        else:
+            self.out.file.write(text)
         self.out.file.flush()
 
     def write_line(self, line: str) -> None:
@@ -52,12 +53,12 @@ class Terminal:
 
     def say(self, sentence: str, style: str = "") -> None:
         """Something for the person, beside the answer."""
-        self.err.print(Text(sentence, style))
+        self.err.print(Text(sentence, style), soft_wrap=True)
 
     @contextmanager
     def spinner(self, sentence: str) -> Iterator[Callable[[str], None]]:
         """Shows that something takes time, and how long it has taken; call the result to change the sentence."""
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as progress:
             task = progress.add_task(sentence, total=None)
             yield lambda text: progress.update(task, description=text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from enum import StrEnum
 from typing import Annotated
@@ -19,6 +20,7 @@ from paceline.errors import TargetUnavailable
 from paceline.local_stack import NGRAM_DRAFTER, LocalStack, LocalStackSettings
 
 _WATCH_INTERVAL_S = 0.2
+_LOG_FRAME = {"event", "level", "service", "timestamp"}
 
 
 class LogLevel(StrEnum):
@@ -66,12 +68,26 @@ def up(
         port=port,
         log_level=log_level,
     )
-    with running_stack(settings, terminal, on_log=lambda service, line: terminal.say(f"{service}: {line}")) as stack:
+    with running_stack(
+        settings, terminal, on_log=lambda service, line: terminal.say(f"{service}: {readable(line)}")
+    ) as stack:
         info = asyncio.run(_server_info(stack.endpoint))
         terminal.write_line(stack.endpoint)
         terminal.err.print(_services_table(stack, info))
         terminal.say(f'Try: paceline generate --endpoint {stack.endpoint} "Why is the sky blue?"    Ctrl-C stops.')
         _watch(stack, terminal)
+
+
+def readable(line: str) -> str:
+    """A structured log line in words: level, event, then what else it says; any other line as it is."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(fields, dict) or "event" not in fields:
+        return line
+    rest = [f"{name} {value}" for name, value in fields.items() if name not in _LOG_FRAME]
+    return f"{fields.get('level', '')} {fields['event']}".strip() + (f" ({', '.join(rest)})" if rest else "")
 
 
 async def _server_info(endpoint: str) -> ServerInfo:

@@ -140,8 +140,9 @@ def reported_as_unavailable(what: str) -> Iterator[None]:
     try:
         yield
     except _LOAD_ERRORS as error:
-        reason = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
-        raise ModelUnavailable(f"Cannot load {what}: {reason}") from error
+        # The first line says what is wrong; the others list all model types there are, or advise to trust foreign code.
+        reason = str(error).strip().partition("\n")[0].strip(" .") or type(error).__name__
+        raise ModelUnavailable(f"Cannot load {what}: {reason}; check the name, or choose another model.") from error
 
 
 @contextmanager

@@ -99,23 +99,29 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class KVCache:
-    """Keys and values of one session's tokens; opaque to all but the model that made it."""
+    """Keys and values of one session's tokens; opaque to all but the model that made it.
 
-    __slots__ = ("layers",)
+    Invariant, between steps: every layer that keeps anything holds `length` tokens.
+    """
 
-    def __init__(self, layers: Cache) -> None:
-        self.layers = layers
+    __slots__ = ("store",)
+
+    def __init__(self, store: Cache) -> None:
+        self.store = store
 
     @property
     def length(self) -> int:
         """How many tokens are cached."""
-        return self.layers.get_seq_length()
+        return self.store.get_seq_length()
+
+    @property
+    def growing_layers(self) -> list[GrowingLayer]:
+        return [layer for layer in self.store.layers if isinstance(layer, GrowingLayer)]
 
     def truncate(self, length: int) -> None:
         """Keep at most the first `length` tokens."""
-        for layer in self.layers.layers:
-            if isinstance(layer, GrowingLayer):
-                layer.length = min(layer.length, length)
+        for layer in self.growing_layers:
+            layer.length = min(layer.length, length)
 
 
 CacheT = TypeVar("CacheT")
@@ -239,7 +245,7 @@ class CausalModel:
         """Feed one chunk, `[tokens]`; gives the logits of its rows from `first_row` on, which may be none."""
         rows = torch.arange(min(first_row, len(ids)), len(ids), device=ids.device)
         # No attention mask: nothing is padded, and without one a single token takes the fast kernel.
-        output = self._network(input_ids=ids[None], cache=cache.layers, use_cache=True, logits_to_keep=rows)
+        output = self._network(input_ids=ids[None], cache=cache.store, use_cache=True, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
 
@@ -247,7 +253,7 @@ class CausalModel:
         # Some older families take `cache` and pay it no heed; they would be wrong in silence.
         cache = self.new_cache()
         (logits,) = self.step([Extension(cache, [0, 0], 1)])
-        if cache.length != 2 or logits.shape != (1, self.vocab_size):
+        if any(layer.length != 2 for layer in cache.growing_layers) or logits.shape != (1, self.vocab_size):
             raise ModelUnavailable(
                 f"'{self.model_id}' ({self._network.config.model_type}) does not keep a key-value cache that can be "
                 "rolled back; choose an attention-only decoder."

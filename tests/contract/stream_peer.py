@@ -1,0 +1,204 @@
+"""A bare peer of a model service: it sends any items, well formed or not, and gathers what comes back.
+
+Knows the messages, but nothing of how an orchestrator behaves: that is what makes it useful.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.rpc import open_channel
+from paceline.v1 import drafter_service_pb2 as drafter_pb
+from paceline.v1 import drafter_service_pb2_grpc as drafter_grpc
+from paceline.v1 import session_pb2 as session_pb
+from paceline.v1 import target_service_pb2 as target_pb
+from paceline.v1 import target_service_pb2_grpc as target_grpc
+
+LIMIT_S = 10.0
+"""Longest wait for anything; a test that gets there has failed."""
+
+CommandT = TypeVar("CommandT", target_pb.TargetCommand, drafter_pb.DrafterCommand)
+EventT = TypeVar("EventT", target_pb.TargetEvent, drafter_pb.DrafterEvent)
+
+
+class StreamPeer(Generic[CommandT, EventT]):
+    """One stream to a model service. Invariant: every event is handed out once, in the order of its session."""
+
+    def __init__(self, call: Any, wrap: Callable[[Sequence[CommandT]], Any]) -> None:
+        self._call, self._wrap = call, wrap
+        self._inbox: defaultdict[str, asyncio.Queue[EventT]] = defaultdict(asyncio.Queue)
+        self._loads: asyncio.Queue[EventT] = asyncio.Queue()
+        self._reader = asyncio.ensure_future(self._read())
+
+    async def send(self, *commands: CommandT) -> None:
+        """All commands in one message."""
+        await self._call.write(self._wrap(commands))
+
+    async def event(self, session_id: str) -> EventT:
+        """The next event of a session."""
+        return await self._next(self._inbox[session_id], f"event of {session_id!r}")
+
+    async def failure(self, session_id: str) -> session_pb.SessionFailed:
+        """The next event of a session, which is its failure, told in a sentence."""
+        event = await self.event(session_id)
+        assert event.WhichOneof("event") == "failed", event
+        assert_is_sentence(event.failed.message)
+        return event.failed
+
+    def waiting(self, session_id: str) -> list[EventT]:
+        """The events of a session that have arrived and were not asked for."""
+        queue = self._inbox[session_id]
+        return [queue.get_nowait() for _ in range(queue.qsize())]
+
+    async def load(
+        self, condition: Callable[[session_pb.LoadReport], bool] = lambda _: True
+    ) -> session_pb.LoadReport:
+        """The next sign of life that meets the condition."""
+        seen: list[session_pb.LoadReport] = []
+        async with asyncio.timeout(LIMIT_S):
+            while not seen or not condition(seen[-1]):
+                seen.append((await self._next(self._loads, f"load after {seen[-1:]}")).load)
+        return seen[-1]
+
+    async def half_close(self) -> None:
+        await self._call.done_writing()
+
+    async def ending(self) -> grpc.StatusCode:
+        """Wait for the end of the stream; gives its status."""
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.wait({self._reader})
+            code: grpc.StatusCode = await self._call.code()
+            return code
+
+    async def hang_up(self) -> None:
+        """Go away without a word."""
+        self._call.cancel()
+        await asyncio.wait({self._reader})
+
+    async def _next(self, queue: asyncio.Queue[EventT], what: str) -> EventT:
+        getting = asyncio.ensure_future(queue.get())
+        await asyncio.wait({getting, self._reader}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        if not getting.done():
+            getting.cancel()
+            raise AssertionError(f"no {what}; the stream {'has ended' if self._reader.done() else 'lives on'}")
+        return getting.result()
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                for event in message.events:
+                    is_load = event.WhichOneof("event") == "load"
+                    (self._loads if is_load else self._inbox[event.session_id]).put_nowait(event)
+        except (grpc.RpcError, asyncio.CancelledError):
+            return  # `ending` gives the status
+
+
+TargetPeer = StreamPeer[target_pb.TargetCommand, target_pb.TargetEvent]
+DrafterPeer = StreamPeer[drafter_pb.DrafterCommand, drafter_pb.DrafterEvent]
+
+
+@asynccontextmanager
+async def target_peer(address: str) -> AsyncIterator[TargetPeer]:
+    """A stream to the target service at `address`."""
+    async with open_channel(address) as channel:
+        call = target_grpc.TargetServiceStub(channel).Verify()
+        peer = TargetPeer(call, lambda commands: target_pb.VerifyRequest(commands=commands))
+        yield peer
+        await peer.hang_up()
+
+
+@asynccontextmanager
+async def drafter_peer(address: str) -> AsyncIterator[DrafterPeer]:
+    """A stream to the drafter service at `address`."""
+    async with open_channel(address) as channel:
+        call = drafter_grpc.DrafterServiceStub(channel).Draft()
+        peer = DrafterPeer(call, lambda commands: drafter_pb.DraftRequest(commands=commands))
+        yield peer
+        await peer.hang_up()
+
+
+async def status_of_bytes(address: str, method: str, message: bytes) -> tuple[grpc.StatusCode, str]:
+    """Send bytes that need not be a message on a stream of their own; gives the status that ends it."""
+    async with open_channel(address) as channel:
+        call = channel.stream_stream(method, request_serializer=None, response_deserializer=None)()
+        await call.write(message)
+        await call.done_writing()
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+        return grpc.StatusCode.OK, ""
+
+
+async def health_of(address: str, service_name: str) -> str:
+    """What the standard health service says: SERVING, NOT_SERVING, or the status code of its refusal."""
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service_name), timeout=LIMIT_S)
+        except grpc.aio.AioRpcError as error:
+            return str(error.code().name)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+def open_session(committed_ids: Sequence[int], *, vocab_size: int, **changes: Any) -> session_pb.OpenSession:
+    """A valid greedy session on a prompt, but for the fields named in `changes`."""
+    fields: dict[str, Any] = {
+        "committed_ids": committed_ids,
+        "prompt_length": len(committed_ids),
+        "sampling": session_pb.SamplingParams(temperature=0.0),
+        "seed": 7,
+        "rule": session_pb.VERIFICATION_RULE_GREEDY,
+        "vocab_size": vocab_size,
+    }
+    return session_pb.OpenSession(**(fields | changes))
+
+
+def assert_is_sentence(message: str) -> None:
+    """Written for a person: several words, an end, and nothing that only a programmer would say."""
+    assert re.fullmatch(r"[^\n]+\S+( \S+){3,}[^\n]*[.)]", message), message
+    assert not re.search(r"Traceback|Error\b|Exception|object at 0x", message), message
+
+
+async def within_limit(condition: Callable[[], bool], *, limit_s: float = LIMIT_S) -> None:
+    """Wait until the condition holds."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never became true"
+        await asyncio.sleep(0.01)
+
+
+BAD_SAMPLING: list[tuple[str, Any]] = [
+    *(("temperature", value) for value in (float("nan"), float("inf"), -0.1, 100.5)),
+    *(("top_p", value) for value in (float("nan"), 0.0, -0.5, 2.0)),
+    *(("min_p", value) for value in (float("nan"), -0.1, 1.0)),
+    *(("repetition_penalty", value) for value in (float("nan"), float("inf"), 0.0, -1.0, 1000.0)),
+    *(("presence_penalty", value) for value in (float("nan"), 100.5)),
+    *(("frequency_penalty", value) for value in (float("-inf"), -100.5)),
+    ("logit_bias", [session_pb.LogitBias(token_id=1, bias=1000.5)]),
+    ("logit_bias", [session_pb.LogitBias(token_id=1, bias=float("nan"))]),
+    ("logit_bias", [session_pb.LogitBias(token_id=8, bias=1.0)]),
+    ("logit_bias", [session_pb.LogitBias(token_id=2**32 - 1, bias=1.0)]),
+    ("banned_token_ids", [8]),
+    ("banned_token_ids", list(range(8))),
+    ("allowed_token_ids", session_pb.TokenIds(ids=[2**31 - 1])),
+    ("allowed_token_ids", session_pb.TokenIds()),
+    ("stop_token_ids", [8]),
+]
+"""Sampling parameters out of range for a vocabulary of 8 tokens, each with the name of the parameter at fault."""
+
+
+def sampling_with(**parameters: Any) -> session_pb.SamplingParams:
+    """Sampling at temperature 1, but for the parameters given."""
+    return session_pb.SamplingParams(**({"temperature": 1.0} | parameters))

@@ -1,0 +1,277 @@
+"""Stand-ins of a few lines: models without weights, so that services are tested without any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter_service.drafter import Commit, Drafted, Drafter, DrafterEvent, DraftMethod, Entry
+from orchestrator.loop import OfferedDraft
+from orchestrator.proposals import ProposalStore
+from paceline.engine.model import Extension
+from paceline.errors import PacelineError
+from paceline.packing import pack_distribution, unpack_distribution
+from paceline.prefix import TokenPrefix
+from paceline.rejection import judge_draft
+from paceline.sampling import TokenHistory
+from paceline.sessions import Address, Open, SessionTable
+from paceline.types import Draft, FinishReason, ModelInfo, Proposal, SamplingParams, SessionSpec, VerdictRows
+from paceline.types import VerificationRule as Rule
+from target_service.verifier import DraftToJudge, TargetSession, Verifier
+
+
+@dataclass
+class FakeCache:
+    """Remembers the tokens themselves, so that a wrong rollback shows as a wrong next token."""
+
+    ids: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+Logits = Callable[[Sequence[int]], Sequence[float]]
+"""From all tokens so far to the logits of the next one."""
+
+
+class FakeModel:
+    """A model whose logits are any function of the tokens in its cache; counts its steps."""
+
+    def __init__(self, logits: Logits, *, vocab_size: int, max_context: int = 4096) -> None:
+        self._logits = logits
+        self.vocab_size, self.max_context = vocab_size, max_context
+        self.steps = 0
+        self.lengths_before_step: list[int] = []
+
+    def new_cache(self) -> FakeCache:
+        return FakeCache()
+
+    def truncate(self, cache: FakeCache, length: int) -> None:
+        assert 0 <= length <= cache.length
+        del cache.ids[length:]
+
+    def step(self, batch: Sequence[Extension[FakeCache]]) -> list[Tensor]:
+        self.steps += 1
+        return [self._extend(extension) for extension in batch]
+
+    def _extend(self, extension: Extension[FakeCache]) -> Tensor:
+        cache, ids = extension.cache, list(extension.ids)
+        assert ids, "a step feeds at least one token"
+        assert cache.length + len(ids) <= self.max_context
+        self.lengths_before_step.append(cache.length)
+        first_row = cache.length + len(ids) - extension.rows
+        cache.ids += ids
+        rows = [self._logits(cache.ids[: length + 1]) for length in range(first_row, cache.length)]
+        return torch.tensor(rows).reshape(extension.rows, self.vocab_size)
+
+
+def counting_logits(vocab_size: int) -> Logits:
+    """The next token is the last one plus one, around the vocabulary."""
+    rows = [
+        [8.0 if token_id == (last + 1) % vocab_size else 0.0 for token_id in range(vocab_size)]
+        for last in range(vocab_size)
+    ]
+    return lambda ids: rows[ids[-1]]
+
+
+def hashed_logits(vocab_size: int, *, scale: float = 3.0, salt: int = 0) -> Logits:
+    """Logits that depend on every token so far: any slip in cache, position or rollback changes what follows."""
+
+    def logits(ids: Sequence[int]) -> list[float]:
+        state = hash((salt, *ids)) & 0xFFFF_FFFF
+        generator = torch.Generator().manual_seed(state)
+        return [scale * float(value) for value in torch.randn(vocab_size, generator=generator)]
+
+    return logits
+
+
+def fake_info(model: FakeModel, *, model_id: str = "fake", method: str = "", eos: tuple[int, ...] = ()) -> ModelInfo:
+    return ModelInfo(
+        model_id=model_id,
+        vocab_size=model.vocab_size,
+        max_context=model.max_context,
+        tokenizer_sha256="",
+        incarnation="1",
+        method=method,
+        dtype="float32",
+        eos_token_ids=eos,
+    )
+
+
+def markov_logits(rows: Sequence[Sequence[float]]) -> Logits:
+    """The next token depends on the last one alone: `rows[last]` are its probabilities."""
+    log_rows = [[math.log(prob) if prob > 0.0 else -math.inf for prob in row] for row in rows]
+    return lambda ids: log_rows[ids[-1]]
+
+
+def spec_of(
+    *,
+    prompt_length: int,
+    vocab_size: int,
+    rule: Rule = Rule.COUPLED,
+    seed: int = 7,
+    sampling: SamplingParams | None = None,
+    session_id: str = "session",
+) -> SessionSpec:
+    """A session with the defaults of tests; `rule` greedy comes with temperature 0."""
+    if sampling is None:
+        sampling = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SamplingParams()
+    return SessionSpec(
+        session_id=session_id,
+        prompt_length=prompt_length,
+        sampling=sampling,
+        seed=seed,
+        rule=rule,
+        vocab_size=vocab_size,
+    )
+
+
+def target_alone(logits: Logits, spec: SessionSpec, prompt_ids: Sequence[int], count: int) -> list[int]:
+    """What the target emits without any draft, each token from scratch: no cache, no history that could be wrong."""
+    ids = list(prompt_ids)
+    for _ in range(count):
+        (row,) = judge_draft(
+            torch.tensor([logits(ids)]),
+            rule=spec.effective_rule,
+            params=spec.sampling,
+            history=TokenHistory(ids[: spec.prompt_length], ids[spec.prompt_length :]),
+            draft_ids=(),
+            draft_distributions=None,
+            seed=spec.seed,
+            base_length=len(ids),
+        )
+        ids.append(row.token_id)
+    return ids[len(prompt_ids) :]
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What `CountingOutput` made of a run of tokens (`loop.Delivery`)."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+class CountingOutput:
+    """An answer that ends after `max_tokens`, or with the token `stop` (`loop.Output`)."""
+
+    def __init__(self, max_tokens: int, *, stop: int | None = None) -> None:
+        self.remaining = max_tokens
+        self._stop = stop
+
+    def accept(self, token_ids: Sequence[int]) -> Delivered:
+        taken: list[int] = []
+        for token_id in token_ids:
+            if self.remaining == 0:
+                break
+            taken.append(token_id)
+            self.remaining -= 1
+            if token_id == self._stop:
+                return Delivered(tuple(taken), FinishReason.STOP)
+        return Delivered(tuple(taken), FinishReason.LENGTH if self.remaining == 0 else None)
+
+
+def proposal_of(drafted: Drafted) -> Proposal:
+    """The proposal as it arrives at the orchestrator."""
+    return Proposal(
+        base_length=drafted.base_length,
+        prefix_digest=drafted.prefix_digest,
+        draft=Draft(
+            tuple(token.token_id for token in drafted.tokens),
+            tuple(
+                pack_distribution(token.distribution, vocab_size=drafted.vocab_size)
+                for token in drafted.tokens
+                if token.distribution is not None
+            ),
+        ),
+    )
+
+
+class LocalTarget:
+    """A target in this process (`loop.Target`); `meanwhile` is what happens elsewhere while it judges a draft."""
+
+    def __init__(self, model: FakeModel, spec: SessionSpec, *, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self._verifier, self._spec, self._meanwhile = Verifier(model), spec, meanwhile
+        self._session: TargetSession[FakeCache] | None = None
+        self._sent_length = 0
+
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+        if self._session is None:
+            self._session = self._verifier.open(self._spec, prefix.ids)
+            self._sent_length = len(prefix)
+        rows = tuple(unpack_distribution(row, vocab_size=self._spec.vocab_size) for row in draft.distributions)
+        verdict = self._verifier.judge(
+            self._session,
+            DraftToJudge(
+                base_length=len(prefix),
+                committed_ids=tuple(prefix.ids[self._sent_length :]),
+                draft_ids=draft.ids,
+                distributions=rows or None,
+            ),
+        )
+        self._sent_length = len(prefix)
+        self._meanwhile()
+        return verdict
+
+
+class LocalDrafts:
+    """A drafter in this process (`loop.DraftSource`).
+
+    It takes a step only in `work`, and in `draft` until the draft asked for is there. `stalls` counts the drafts that
+    were asked for and can never come, `failures` what the drafter answered instead of drafts.
+    """
+
+    def __init__(self, method: DraftMethod[Any], spec: SessionSpec, *, epoch: int = 1) -> None:
+        self._spec = spec
+        self._address = Address(0, spec.session_id, epoch)
+        self.drafter = Drafter(method, SessionTable[Entry[Any]](max_sessions=1, idle_ttl_s=math.inf))
+        self.store = ProposalStore()
+        self.stalls = 0
+        self.failures: list[PacelineError] = []
+        self._sent_length = 0
+
+    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
+        self.store.prune(len(prefix))
+        if self._sent_length == 0:
+            self._receive(self.drafter.accept(Open(self._address, self._spec, tuple(prefix.ids))))
+            self._sent_length = len(prefix)
+        command = Commit(
+            address=self._address,
+            base_length=len(prefix),
+            committed_ids=tuple(prefix.ids[self._sent_length :]),
+            draft_length=draft_length,
+            credit=credit,
+        )
+        self._receive(self.drafter.accept(command))
+        self._sent_length = len(prefix)
+
+    def work(self, steps: int) -> None:
+        """Let the drafter take up to so many steps."""
+        for _ in range(steps):
+            if self.drafter.has_work():
+                self._receive(self.drafter.step())
+
+    async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
+        while (draft := self.store.find(prefix.digest(), max_length)) is None:
+            if not self.drafter.has_work():
+                self.stalls += 1
+                return OfferedDraft()
+            self.work(1)
+        return OfferedDraft(draft)
+
+    def continues(self, digest: int) -> bool:
+        return self.store.continues(digest)
+
+    def _receive(self, events: Sequence[DrafterEvent]) -> None:
+        for event in events:
+            assert event.address == self._address
+            if isinstance(event.outcome, PacelineError):
+                self.failures.append(event.outcome)
+            else:
+                self.store.add(proposal_of(event.outcome))

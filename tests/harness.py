@@ -1,0 +1,165 @@
+"""Whole systems for tests: the three services in one process over real gRPC on loopback, with any model or method."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from drafter_service.app import serve_drafter
+from drafter_service.drafter import DraftMethod
+from drafter_service.methods.draft_model import DraftModelMethod
+from drafter_service.methods.ngram import NgramMethod
+from orchestrator.app import serve_orchestrator
+from paceline.client import GenerationClient
+from paceline.generation import (
+    Completion,
+    GenerationRequest,
+    Schedule,
+    SpeculationOptions,
+    StopConditions,
+)
+from paceline.process import Lifetime, Serve
+from paceline.settings import DrafterSettings, OrchestratorSettings, TargetSettings
+from paceline.types import ModelInfo, SamplingParams, VerificationRule
+from target_service.app import serve_target
+from tests.fakes import fake_info
+
+START_LIMIT_S = 60.0
+
+
+@dataclass
+class Running:
+    """One service that runs in this process."""
+
+    address: str
+    lifetime: Lifetime
+    task: asyncio.Task[None]
+
+    async def stop(self) -> None:
+        self.lifetime.stop()
+        await self.task
+
+    async def kill(self) -> None:
+        """End it without a word to anyone, as far as that is possible within one process."""
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+async def start(serve: Serve) -> Running:
+    lifetime = Lifetime()
+    task = asyncio.ensure_future(_as_coroutine(serve, lifetime))
+    done, _ = await asyncio.wait({task, lifetime.address}, timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+    if task in done:
+        await task
+    assert lifetime.address in done, "the service did not start in time"
+    return Running(lifetime.address.result(), lifetime, task)
+
+
+async def _as_coroutine(serve: Serve, lifetime: Lifetime) -> None:
+    await serve(lifetime)
+
+
+@asynccontextmanager
+async def running(serve: Serve) -> AsyncIterator[Running]:
+    service = await start(serve)
+    try:
+        yield service
+    finally:
+        service.lifetime.stop()
+        with suppress(asyncio.CancelledError):
+            await service.task
+
+
+def target_of(model: Any, info: ModelInfo | None = None, **settings: Any) -> Serve:
+    """A target service over any model behind the narrow interface."""
+    options = TargetSettings(drain_s=0, **settings)
+    return lambda lifetime: serve_target(lifetime, options, model, info or fake_info(model))
+
+
+def drafter_of(method: DraftMethod[Any], info: ModelInfo, **settings: Any) -> Serve:
+    """A drafter service over any drafting method."""
+    options = DrafterSettings(drain_s=0, **settings)
+    return lambda lifetime: serve_drafter(lifetime, options, method, info)
+
+
+def model_drafter_of(model: Any, info: ModelInfo | None = None, **settings: Any) -> Serve:
+    method = DraftModelMethod(model, distribution_entries=64)
+    return drafter_of(method, info or fake_info(model, method="draft_model"), **settings)
+
+
+def ngram_drafter(**settings: Any) -> Serve:
+    info = ModelInfo(
+        model_id="ngram", vocab_size=0, max_context=2**31 - 1, tokenizer_sha256="", incarnation="1", method="ngram"
+    )
+    return drafter_of(NgramMethod(prompt_lookup_min=1, prompt_lookup_max=3), info, **settings)
+
+
+def orchestrator_of(target: str, drafter: str | None, tokenizer: str, **settings: Any) -> Serve:
+    options = OrchestratorSettings(
+        target=target, drafter=drafter, tokenizer=tokenizer, **{"drain_s": 0, "connect_timeout_s": 5, **settings}
+    )
+    return lambda lifetime: serve_orchestrator(lifetime, options)
+
+
+@asynccontextmanager
+async def system(target: Serve, drafter: Serve | None, tokenizer: str, **settings: Any) -> AsyncIterator[System]:
+    """Target, drafter and orchestrator, and a client of the latter."""
+    async with AsyncExitStack() as services:
+        running_target = await services.enter_async_context(running(target))
+        running_drafter = await services.enter_async_context(running(drafter)) if drafter else None
+        orchestrator = await services.enter_async_context(
+            running(
+                orchestrator_of(
+                    running_target.address, running_drafter.address if running_drafter else None, tokenizer, **settings
+                )
+            )
+        )
+        client = await services.enter_async_context(GenerationClient(orchestrator.address))
+        yield System(running_target, running_drafter, orchestrator, client)
+
+
+@dataclass
+class System:
+    target: Running
+    drafter: Running | None
+    orchestrator: Running
+    client: GenerationClient
+
+
+def request(
+    ids: tuple[int, ...],
+    *,
+    max_tokens: int = 24,
+    temperature: float = 1.0,
+    seed: int | None = 7,
+    schedule: Schedule | None = None,
+    rule: VerificationRule | None = None,
+    draft_length: int | None = None,
+    sampling: SamplingParams | None = None,
+    **stopping: Any,
+) -> GenerationRequest:
+    """A request on token ids, with the defaults of tests."""
+    return GenerationRequest(
+        token_ids=ids,
+        sampling=sampling or SamplingParams(temperature=temperature),
+        stopping=StopConditions(max_tokens=max_tokens, **{"ignore_eos": True, **stopping}),
+        speculation=SpeculationOptions(rule=rule, draft_length=draft_length, schedule=schedule),
+        seed=seed,
+    )
+
+
+async def complete_all(
+    client: GenerationClient, requests: list[GenerationRequest], *, concurrency: int = 8
+) -> list[Completion]:
+    """All answers, in the order of the requests."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(item: GenerationRequest) -> Completion:
+        async with gate:
+            return await client.complete(item, timeout_s=120)
+
+    return list(await asyncio.gather(*(one(item) for item in requests)))
