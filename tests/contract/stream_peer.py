@@ -9,26 +9,30 @@ import asyncio
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paceline.errors import PacelineError
+from paceline.process import Serve
 from paceline.rpc import open_channel
 from paceline.v1 import drafter_service_pb2 as drafter_pb
 from paceline.v1 import drafter_service_pb2_grpc as drafter_grpc
 from paceline.v1 import session_pb2 as session_pb
 from paceline.v1 import target_service_pb2 as target_pb
 from paceline.v1 import target_service_pb2_grpc as target_grpc
+from tests.harness import Running, start
 
 LIMIT_S = 10.0
 """Longest wait for anything; a test that gets there has failed."""
 
 CommandT = TypeVar("CommandT", target_pb.TargetCommand, drafter_pb.DrafterCommand)
 EventT = TypeVar("EventT", target_pb.TargetEvent, drafter_pb.DrafterEvent)
+ResultT = TypeVar("ResultT")
 
 
 class StreamPeer(Generic[CommandT, EventT]):
@@ -63,7 +67,9 @@ class StreamPeer(Generic[CommandT, EventT]):
     async def load(
         self, condition: Callable[[session_pb.LoadReport], bool] = lambda _: True
     ) -> session_pb.LoadReport:
-        """The next sign of life that meets the condition."""
+        """The next sign of life that meets the condition; one that came before the last event was asked for is none."""
+        while not self._loads.empty():
+            self._loads.get_nowait()
         seen: list[session_pb.LoadReport] = []
         async with asyncio.timeout(LIMIT_S):
             while not seen or not condition(seen[-1]):
@@ -84,6 +90,10 @@ class StreamPeer(Generic[CommandT, EventT]):
         """Go away without a word."""
         self._call.cancel()
         await asyncio.wait({self._reader})
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.done()
 
     async def _next(self, queue: asyncio.Queue[EventT], what: str) -> EventT:
         getting = asyncio.ensure_future(queue.get())
@@ -111,8 +121,7 @@ DrafterPeer = StreamPeer[drafter_pb.DrafterCommand, drafter_pb.DrafterEvent]
 async def target_peer(address: str) -> AsyncIterator[TargetPeer]:
     """A stream to the target service at `address`."""
     async with open_channel(address) as channel:
-        call = target_grpc.TargetServiceStub(channel).Verify()
-        peer = TargetPeer(call, lambda commands: target_pb.VerifyRequest(commands=commands))
+        peer = open_target_stream(channel)
         yield peer
         await peer.hang_up()
 
@@ -121,24 +130,32 @@ async def target_peer(address: str) -> AsyncIterator[TargetPeer]:
 async def drafter_peer(address: str) -> AsyncIterator[DrafterPeer]:
     """A stream to the drafter service at `address`."""
     async with open_channel(address) as channel:
-        call = drafter_grpc.DrafterServiceStub(channel).Draft()
-        peer = DrafterPeer(call, lambda commands: drafter_pb.DraftRequest(commands=commands))
+        peer = open_drafter_stream(channel)
         yield peer
         await peer.hang_up()
 
 
-async def status_of_bytes(address: str, method: str, message: bytes) -> tuple[grpc.StatusCode, str]:
+def open_target_stream(channel: grpc.aio.Channel) -> TargetPeer:
+    call = target_grpc.TargetServiceStub(channel).Verify()
+    return TargetPeer(call, lambda commands: target_pb.VerifyRequest(commands=commands))
+
+
+def open_drafter_stream(channel: grpc.aio.Channel) -> DrafterPeer:
+    call = drafter_grpc.DrafterServiceStub(channel).Draft()
+    return DrafterPeer(call, lambda commands: drafter_pb.DraftRequest(commands=commands))
+
+
+async def status_of_bytes(
+    channel: grpc.aio.Channel, method: str, message: bytes
+) -> tuple[grpc.StatusCode, str]:
     """Send bytes that need not be a message on a stream of their own; gives the status that ends it."""
-    async with open_channel(address) as channel:
-        call = channel.stream_stream(method, request_serializer=None, response_deserializer=None)()
+    call = channel.stream_stream(method, request_serializer=None, response_deserializer=None)()
+    with suppress(grpc.aio.AioRpcError):
         await call.write(message)
         await call.done_writing()
-        try:
-            async for _ in call:
-                pass
-        except grpc.aio.AioRpcError as error:
-            return error.code(), error.details() or ""
-        return grpc.StatusCode.OK, ""
+        async for _ in call:
+            pass
+    return await call.code(), await call.details()
 
 
 async def health_of(address: str, service_name: str) -> str:
@@ -202,3 +219,63 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
 def sampling_with(**parameters: Any) -> session_pb.SamplingParams:
     """Sampling at temperature 1, but for the parameters given."""
     return session_pb.SamplingParams(**({"temperature": 1.0} | parameters))
+
+
+class FuzzBench(Generic[CommandT, EventT]):
+    """A service and a stream to it that outlive the cases of one test; a case that breaks them gets the next new ones.
+
+    Runs its own event loop, because a property is a plain function.
+    """
+
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        serve: Callable[[], Serve],
+        open_stream: Callable[[grpc.aio.Channel], StreamPeer[CommandT, EventT]],
+    ) -> None:
+        self._runner, self._serve, self._open_stream = runner, serve, open_stream
+        self._service: Running | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._peer: StreamPeer[CommandT, EventT] | None = None
+        self._cases = 0
+
+    def run(self, case: Callable[[StreamPeer[CommandT, EventT], str], Awaitable[ResultT]]) -> ResultT:
+        """Run a case on the stream, with a prefix for session ids that no other case has."""
+
+        async def run() -> ResultT:
+            await self._start()
+            assert self._peer is not None
+            return await case(self._peer, f"{self._cases}-")
+
+        self._cases += 1
+        return self._runner.run(run())
+
+    def status_of(self, method: str, message: bytes) -> tuple[grpc.StatusCode, str]:
+        """The status that ends a stream of its own on which these bytes are sent."""
+
+        async def run() -> tuple[grpc.StatusCode, str]:
+            await self._start()
+            assert self._channel is not None
+            return await status_of_bytes(self._channel, method, message)
+
+        return self._runner.run(run())
+
+    def stop(self) -> None:
+        self._runner.run(self._stop())
+
+    async def _start(self) -> None:
+        if self._service is None or self._service.task.done() or self._peer is None or self._peer.has_ended:
+            await self._stop()
+            self._service = await start(self._serve())
+            self._channel = open_channel(self._service.address)
+            self._peer = self._open_stream(self._channel)
+
+    async def _stop(self) -> None:
+        if self._peer is not None and self._channel is not None:
+            await self._peer.hang_up()
+            await self._channel.close()
+        if self._service is not None:
+            self._service.lifetime.stop()
+            # A service whose model thread a case has broken says so when it ends; the case has failed by then.
+            with suppress(PacelineError):
+                await self._service.task

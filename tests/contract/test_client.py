@@ -333,8 +333,11 @@ async def test_stream_without_an_end_is_an_error(client: GenerationClient, servi
         yield from list(canned_answer(request))[:-1]
 
     service.answer = answer
+    events = client.generate(REQUEST)
+    for _ in range(4):
+        await anext(events)
     with pytest.raises(IncompleteAnswer):
-        await client.complete(REQUEST)
+        await anext(events)
 
 
 async def test_answer_without_a_beginning_is_an_error(client: GenerationClient, service: FakeGenerationService) -> None:

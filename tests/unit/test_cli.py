@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,16 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from paceline.cli import app
+from paceline.cli.batch import Outcome, complete_all
 from paceline.cli.comparison import PromptRuns, comparison_table, verdict_on_equality, verdict_on_speed
 from paceline.cli.demo import PROMPTS, SCHEDULES
 from paceline.cli.up import readable
 from paceline.client import (
+    DEFAULT_TIMEOUT_S,
     Completion,
     FinishReason,
+    GenerationClient,
+    GenerationRequest,
     Origin,
     Schedule,
     SpeculationUsage,
@@ -248,30 +254,31 @@ def test_prompts_are_answered_in_order_though_they_run_at_once(
     assert [json.loads(line)["seed"] for line in result.stdout.splitlines()] == [0, 1, 2, 3]
 
 
+class CountingClient(GenerationClient):
+    """Answers nothing, but knows how many requests ran at once."""
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:1")
+        self.running = 0
+        self.most_running = 0
+
+    async def complete(self, request: GenerationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Completion:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        # Every request that may run begins before the first ends.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        self.running -= 1
+        return completion(elapsed_s=1.0)
+
+
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_no_more_than_so_many_run_at_once(
-    endpoint: str, service: FakeGenerationService, tmp_path: Path, concurrency: int
-) -> None:
-    """`--concurrency` is reached, because the first requests wait for each other, and never exceeded."""
-    lock, running, highest = threading.Lock(), 0, 0
-    together = threading.Barrier(concurrency)
-
-    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
-        nonlocal running, highest
-        with lock:
-            running += 1
-            highest = max(highest, running)
-        together.wait(30)
-        events = list(canned_answer(request))
-        with lock:
-            running -= 1
-        yield from events
-
-    service.answer = answer
-    prompts = lines_of(tmp_path / "prompts", *({"prompt": str(number)} for number in range(3 * concurrency)))
-    result = paceline("generate", "--prompts", prompts, "--endpoint", endpoint, "--concurrency", str(concurrency))
-    assert result.exit_code == 0
-    assert highest == concurrency
+async def test_no_more_than_so_many_run_at_once(concurrency: int) -> None:
+    """`--concurrency` is reached, and never exceeded."""
+    client, outcomes = CountingClient(), list[Outcome]()
+    requests = [GenerationRequest(text=str(number)) for number in range(10)]
+    failures = await complete_all(client, requests, concurrency=concurrency, timeout_s=1.0, report=outcomes.append)
+    assert (client.most_running, len(outcomes), failures) == (concurrency, 10, 0)
 
 
 def test_each_line_overrides_the_options(endpoint: str, service: FakeGenerationService, tmp_path: Path) -> None:
@@ -538,11 +545,15 @@ def test_demo_without_a_drafter_is_refused() -> None:
     assert "needs a drafter" in refused(paceline("demo", "--draft-length", "0"))
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """The command as a process of its own, for what only signals can show."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process of its own, for what only signals can show; killed if a test leaves it running."""
+    command = [sys.executable, "-m", "paceline", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -564,7 +575,7 @@ def test_interrupt_in_mid_answer_cancels_it_quietly(endpoint: str, service: Fake
             cancelled.set()
 
     service.answer = answer
-    with start("generate", "Hi", "--endpoint", endpoint) as process:
+    with started("generate", "Hi", "--endpoint", endpoint) as process:
         assert process.stdout is not None
         assert process.stdout.read(3) == "The"
         process.send_signal(signal.SIGINT)
@@ -590,7 +601,7 @@ def test_log_lines_are_shown_in_words(line: str, words: str) -> None:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_up_answers_until_it_is_stopped(stand_ins: FakeStack, number: signal.Signals, status: int) -> None:
     """The first line is the endpoint, which answers; Ctrl-C or SIGTERM stops all services without a word."""
-    with start("up", "--log-level", "error") as process:
+    with started("up", "--log-level", "error") as process:
         assert process.stdout is not None
         endpoint = process.stdout.readline().strip()
         assert paceline("generate", "Hi", "--endpoint", endpoint).stdout == TEXT + "\n"
@@ -603,7 +614,7 @@ def test_up_answers_until_it_is_stopped(stand_ins: FakeStack, number: signal.Sig
 
 def test_up_goes_on_without_its_drafter_but_not_without_its_target(stand_ins: FakeStack) -> None:
     """A lost drafter is reported and costs only speed; a lost target ends the command with an error."""
-    with start("up") as process:
+    with started("up") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         endpoint = process.stdout.readline().strip()
@@ -622,7 +633,7 @@ def test_up_goes_on_without_its_drafter_but_not_without_its_target(stand_ins: Fa
 def test_interrupt_while_starting_is_quiet(stand_ins: FakeStack) -> None:
     """Ctrl-C before the services are ready exits with 130 and leaves nothing behind."""
     stand_ins.behave("target", Behaviour(never_ready=True, log="loading"))
-    with start("up", "--log-level", "info") as process:
+    with started("up", "--log-level", "info") as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "target: loading\n"
         process.send_signal(signal.SIGINT)

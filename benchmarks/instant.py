@@ -1,0 +1,87 @@
+"""Target and drafter services whose model takes no time, so that what is left is Paceline's own cost.
+
+Run as `python -m benchmarks.instant target` or `... drafter`; prints the services' ordinary ready line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafter_service.app import serve_drafter
+from drafter_service.methods.draft_model import DraftModelMethod
+from paceline.engine.model import Extension
+from paceline.model_service import use_threads
+from paceline.process import Lifetime, run_service
+from paceline.settings import DrafterSettings, TargetSettings
+from paceline.types import ModelInfo
+from target_service.app import serve_target
+
+VOCAB_SIZE = 64
+MAX_CONTEXT = 1_000_000
+
+
+@dataclass
+class InstantCache:
+    """Counts tokens and holds none."""
+
+    length: int = 0
+
+
+class InstantModel:
+    """A Markov chain read from a table: a step costs one look-up."""
+
+    vocab_size, max_context = VOCAB_SIZE, MAX_CONTEXT
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._table = 3.0 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator)
+
+    def new_cache(self) -> InstantCache:
+        return InstantCache()
+
+    def truncate(self, cache: InstantCache, length: int) -> None:
+        cache.length = length
+
+    def step(self, batch: Sequence[Extension[InstantCache]]) -> list[Tensor]:
+        for extension in batch:
+            extension.cache.length += len(extension.ids)
+        return [self._table[list(extension.ids[len(extension.ids) - extension.rows :])] for extension in batch]
+
+
+def instant_info(method: str = "") -> ModelInfo:
+    return ModelInfo(
+        model_id="instant",
+        vocab_size=VOCAB_SIZE,
+        max_context=MAX_CONTEXT,
+        tokenizer_sha256="",
+        incarnation="1",
+        method=method,
+        dtype="float32",
+    )
+
+
+async def _serve_target(lifetime: Lifetime, settings: TargetSettings) -> None:
+    await serve_target(lifetime, settings, InstantModel(), instant_info())
+
+
+async def _serve_drafter(lifetime: Lifetime, settings: DrafterSettings) -> None:
+    method = DraftModelMethod(InstantModel(), distribution_entries=64)
+    await serve_drafter(lifetime, settings, method, instant_info("draft_model"))
+
+
+def main() -> None:
+    kind = sys.argv.pop(1)
+    use_threads(1)
+    if kind == "target":
+        run_service("target", TargetSettings, lambda settings: lambda lifetime: _serve_target(lifetime, settings))
+    else:
+        run_service("drafter", DrafterSettings, lambda settings: lambda lifetime: _serve_drafter(lifetime, settings))
+
+
+if __name__ == "__main__":
+    main()
