@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from itertools import count
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,13 +64,13 @@ def report_row(shape: str, row: Tensor) -> None:
     filtered = target_log_probs(row, SETTINGS["top_k 50"], HISTORY, ())
     report(shape, "coupled_sample behind top_k 50", lambda seed: coupled_sample(filtered, seed, 5))
     for name, params in SETTINGS.items():
-        report(shape, f"target_log_probs, {name}", lambda _, params=params: target_log_probs(row, params, HISTORY, ()))
+        report(shape, f"target_log_probs, {name}", partial(distribute, row, params))
     report(shape, "truncate_to_top", lambda _: truncate_to_top(log_probs))
     logits = row.repeat(DRAFT_LENGTH + 1, 1)
-    likely = int(row.argmax())
-    sent = [truncate_to_top(log_probs)] * DRAFT_LENGTH
+    sent = truncate_to_top(log_probs)
+    likely = int(sent.ids[0])
     report_judgement(shape, logits, likely, VerificationRule.COUPLED, None)
-    report_judgement(shape, logits, likely, VerificationRule.REJECTION, sent)
+    report_judgement(shape, logits, likely, VerificationRule.REJECTION, [sent] * DRAFT_LENGTH)
 
 
 def report_judgement(
@@ -100,18 +100,21 @@ def report_judgement(
     show(shape, f"judge_draft, {rule}", (time.thread_time() - started) / judged)
 
 
+def distribute(row: Tensor, params: SamplingParams, _seed: int) -> Tensor:
+    return target_log_probs(row, params, HISTORY, ())
+
+
 def naive_coupled_sample(log_probs: Tensor, seed: int) -> int:
     """The definition over the whole vocabulary, with the logarithm of the C library."""
-    every_id = torch.arange(log_probs.numel())
-    numerators = noise.numerators(every_id, seed=seed, position=5, purpose=Purpose.TARGET_SAMPLE)
-    return int((log_probs.double() - (-(numerators.double() * 2.0**-53).log()).log()).argmax())
+    counters = noise.first_counters(log_probs.numel(), log_probs.device)
+    complements = noise.complements(counters, seed=seed, position=5, purpose=Purpose.TARGET_SAMPLE)
+    uniforms = 1.0 - complements.double() * 2.0**-53
+    return int((log_probs.double() - (-uniforms.log()).log()).argmax())
 
 
 def report(shape: str, what: str, call: Callable[[int], object]) -> None:
     times: list[float] = []
-    for seed in count():
-        if len(times) == REPEATS:
-            break
+    for seed in range(REPEATS):
         started = time.thread_time()
         call(seed)
         times.append(time.thread_time() - started)

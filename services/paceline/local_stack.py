@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from paceline.errors import StartupFailed
 NO_DRAFTER = "none"
 NGRAM_DRAFTER = "ngram"
 _HOST = "127.0.0.1"
-_LOG_TAIL_LINES = 100
 _END_TIMEOUT_S = 5.0
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
@@ -102,14 +100,14 @@ def _container_cores() -> int | None:
 
 
 class ServiceProcess:
-    """One child process: its address once it is ready, the tail of its log, its end."""
+    """One child process: its address once it is ready, the last line of its log, its end."""
 
     def __init__(self, name: str, arguments: Sequence[str], *, on_log: LogReport) -> None:
         """Start `python -m ARGUMENTS`; `on_log(name, line)` is called on a thread of its own."""
         self.name = name
         self.address = ""
         self._on_log = on_log
-        self._log_tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
+        self._last_log_line = ""
         self._process = subprocess.Popen(
             # -P: a file in the current folder must not stand in for one of our modules.
             [sys.executable, "-P", "-m", *arguments],
@@ -146,8 +144,7 @@ class ServiceProcess:
         status = self._process.poll()
         if status is not None and status < 0:
             return f"It was killed by {signal.Signals(-status).name}."
-        last_line = self._log_tail[-1] if self._log_tail else ""
-        return last_line or f"It ended with status {status} and said nothing."
+        return self._last_log_line or f"It ended with status {status} and said nothing."
 
     def terminate(self) -> None:
         if self.is_running:
@@ -161,7 +158,9 @@ class ServiceProcess:
     def kill(self) -> None:
         """End the process and whatever it has started, and reap it; nothing happens to one that has ended."""
         if self.is_running:
-            os.killpg(self.pid, signal.SIGKILL)
+            # It may have ended just now, which some systems call a lack of permission.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -183,7 +182,7 @@ class ServiceProcess:
         with self._process.stderr as lines:
             for line in lines:
                 if line.strip():
-                    self._log_tail.append(line.strip())
+                    self._last_log_line = line.strip()
                     self._on_log(self.name, line.rstrip())
 
 

@@ -11,7 +11,9 @@ Knows nothing of distributions or drafts. Test vectors: `tests/vectors/noise.jso
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -43,26 +45,44 @@ def uniform(seed: int, position: int, purpose: Purpose, index: int = 0) -> float
     return _numerator(hashed(seed, position, purpose, index)) * 2.0**-53
 
 
-def gumbel(seed: int, position: int, index: int) -> float:
-    """Standard Gumbel noise `-log(-log u)` of TARGET_SAMPLE for one vocabulary entry; the same bits on every host."""
-    return -reproducible_log(-reproducible_log(uniform(seed, position, Purpose.TARGET_SAMPLE, index)))
+def gumbels(seed: int, position: int, indices: Iterable[int]) -> list[float]:
+    """Standard Gumbel noise `-log(-log u)` of TARGET_SAMPLE at some vocabulary entries; the same bits on every host."""
+    key = _stream_key(seed, position, Purpose.TARGET_SAMPLE)
+    uniforms = (_numerator(_mixed(key + index * _INCREMENT)) * 2.0**-53 for index in indices)
+    return [-reproducible_log(-reproducible_log(number)) for number in uniforms]
 
 
-def numerators(
+def counters(
     indices: Tensor,  # [count] int64
+) -> Tensor:  # [count] int64
+    """Indices, spaced out over all 64 bits, as `complements` takes them; worth keeping where they are used often."""
+    return indices * _signed(_INCREMENT)
+
+
+@lru_cache(maxsize=8)
+def first_counters(count: int, device: torch.device) -> Tensor:  # [count] int64
+    """The counters of the indices from 0 on. Shared between callers, so not to be changed."""
+    return counters(torch.arange(count, device=device))
+
+
+def complements(
+    index_counters: Tensor,  # [count] int64, from `counters`
     *,
     seed: int,
     position: int,
     purpose: Purpose,
 ) -> Tensor:  # [count] int64
-    """The odd 53-bit numerators of `uniform` at many indices, bit for bit, on the device of `indices`."""
-    words = torch.mul(indices, _signed(_INCREMENT))
-    words.add_(_signed(_stream_key(seed, position, purpose)))
+    """2**53 * (1 - uniform) at many indices: exact integers, 1 to 2**53 - 1, the same on every device.
+
+    The complement and not the uniform, since noise is large, and precision matters, where the uniform is close to 1.
+    """
+    words = index_counters + _signed(_stream_key(seed, position, purpose))
     shifted = torch.empty_like(words)
     for shift, factor in ((30, _FIRST_FACTOR), (27, _SECOND_FACTOR)):
         words.bitwise_xor_(_shift_right(words, shift, out=shifted)).mul_(_signed(factor))
     words.bitwise_xor_(_shift_right(words, 31, out=shifted))
-    return _shift_right(words, 11, out=shifted).bitwise_or_(1)
+    # 2**53 - (n | 1) is (2**53 - 1 - n) | 1: with all 53 bits of n turned over, and the lowest one set again.
+    return _shift_right(words.bitwise_not_(), 11, out=shifted).bitwise_or_(1)
 
 
 def reproducible_log(value: float) -> float:

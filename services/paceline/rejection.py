@@ -6,7 +6,10 @@ Whatever the draft, the tokens that come out have the target's own law:
   (Daliri et al. 2024 for the shared Gumbel noise).
 * `rejection`: accept with probability min(1, target/draft), else draw from the normalised max(0, target - draft)
   (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2 and theorem 1). A deterministic draft token is one
-  drawn from a one-hot distribution, and siblings of a tree are rejected one after another from what the last one left.
+  drawn from a one-hot distribution, and siblings of a tree are judged one after another, each by what the last one left.
+
+Every rule takes every draft, drawn or deterministic (arg max, lookup); under `rejection` a drawn one needs exactly the
+distribution it was drawn from.
 
 Knows nothing of models, caches, services or the wire.
 """
@@ -73,7 +76,7 @@ def judge_draft(
             if distribution is None:
                 row = Row(coupled_sample(log_probs, seed, position))
             else:
-                row = _row_by_ratio(log_probs, draft_ids[kept_length], distribution, seed, position)
+                row = _row_by_ratio(log_probs, draft_ids[kept_length], distribution, seed=seed, position=position)
         rows.append(row)
         if kept_length == len(draft_ids) or not is_accepted(row, draft_ids[kept_length], position, accept_uniform):
             break
@@ -132,7 +135,7 @@ def judge_siblings(
     """Judges draft tokens for one position in their order, each against what the rejection of the last one left.
 
     One sibling is Leviathan et al. 2023, algorithm 1, and Chen et al. 2023, algorithm 2; several are its repetition
-    (recursive rejection sampling: Miao et al. 2024, algorithm 2). `distributions[i]` is what sibling i was drawn from,
+    (multi-step speculative sampling, Miao et al. 2024). `distributions[i]` is what sibling i was drawn from,
     given those before it, and has probability above 0 there.
     """
     ratios: list[float] = []
@@ -144,8 +147,7 @@ def judge_siblings(
 
 
 def _residual(target_probs: Tensor, distribution: SparseDistribution) -> Tensor:
-    """The normalised max(0, target - draft) (Chen et al. 2023, equation 2), in probabilities: in log space small
-    differences would be lost.
+    """The normalised max(0, target - draft), in probabilities: in log space small differences would be lost.
 
     Where nothing is left the two are the same and a rejection has no probability; the target itself is then the one
     row that can only yield possible tokens.
@@ -157,7 +159,9 @@ def _residual(target_probs: Tensor, distribution: SparseDistribution) -> Tensor:
     return weights.div_(total) if float(total) > 0.0 else target_probs
 
 
-def _row_by_ratio(log_probs: Tensor, draft_id: int, distribution: SparseDistribution, seed: int, position: int) -> Row:
+def _row_by_ratio(
+    log_probs: Tensor, draft_id: int, distribution: SparseDistribution, *, seed: int, position: int
+) -> Row:
     judgement = judge_siblings(log_probs.double().softmax(0), [draft_id], [distribution])
     correction = draw(judgement.residual, noise.uniform(seed, position, Purpose.CORRECTION))
     return Row(correction, judgement.ratios[0])
@@ -193,6 +197,8 @@ def _check_rows(rows: Sequence[Row], draft_length: int) -> None:
     if len(rows) > draft_length + 1:
         raise PayloadInvalid(f"A draft of {draft_length} tokens was answered with {len(rows)} rows.")
     ratios = [row.ratio for row in rows[:draft_length]]
+    if len(rows) > draft_length and rows[draft_length].ratio is not None:
+        raise PayloadInvalid("The row behind the draft carries a ratio, but there is no draft token to accept by it.")
     if any(ratio is not None and not 0.0 <= ratio < math.inf for ratio in ratios):
         raise PayloadInvalid(f"Ratios must be finite and not negative, but are {ratios}.")
     if None in ratios and any(ratio is not None for ratio in ratios):

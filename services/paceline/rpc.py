@@ -64,6 +64,8 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
+    # Services find one another by address; a proxy meant for the web must not come between.
+    ("grpc.enable_http_proxy", 0),
     # A restarted replica is found again within a second, not after the default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -221,7 +220,7 @@ def _highest(row: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 # ---- drawing --------------------------------------------------------------------------------------------------------
 
-_SCORED_FIRST = 16  # tokens scored before asking whether any other can win; one row in 2**16 has more contenders
+_SCORED_FIRST = 8  # tokens scored before asking whether any other can win; one row in 2**8 has more contenders
 _SLACK = 1e-4  # relative; far above the rounding of the float32 bounds, far below what would let in many contenders
 
 
@@ -239,40 +238,41 @@ def coupled_sample(
     where there is no distribution.
     """
     probs = log_probs.softmax(0, dtype=torch.float32)
-    if math.isnan(float(probs[0])):
-        raise DistributionUnusable("There is no token to draw; the row holds no probability, or values that are NaN.")
-    token_ids = _possible_ids(probs)
-    if token_ids.numel() <= _SCORED_FIRST:
-        return _best_scored(log_probs, token_ids, seed, position)[0]
-    bounds = probs[token_ids] if token_ids.numel() < probs.numel() else probs.clone()
-    bounds.div_(_complements(token_ids, seed, position))
+    possible_ids = _possible_ids(probs)
+    bounds = _bounds(probs, possible_ids, seed, position)
     leading, leaders = _highest(bounds, _SCORED_FIRST)
-    winner, winners_noise = _best_scored(log_probs, token_ids[leaders], seed, position)
-    to_reach = float(probs[winner]) * math.exp(winners_noise) * (1.0 - _SLACK)
+    winner, winners_noise = _best_scored(log_probs, _ids_at(leaders, possible_ids), seed, position)
+    to_reach = float(probs[winner]) * math.exp(winners_noise) * 2.0**-53 * (1.0 - _SLACK)
     if float(leading[-1]) < to_reach:
         return winner
-    return _best_scored(log_probs, token_ids[bounds >= to_reach], seed, position)[0]
+    contenders = (bounds >= to_reach).nonzero().flatten()
+    return _best_scored(log_probs, _ids_at(contenders, possible_ids), seed, position)[0]
 
 
-def _possible_ids(probs: Tensor) -> Tensor:
-    """Ids that hold every token able to win: those of probability above 0, or simply all where that saves little.
+def _possible_ids(probs: Tensor) -> Tensor | None:
+    """The tokens able to win, those of probability above 0; None for all, where choosing would save little.
 
     A probability that underflowed to 0 in float32 (below exp(-103)) is out of the race: noise lies in (-3.7, 36.8).
     """
-    if 8 * int(probs.count_nonzero()) > probs.numel():
-        return _every_id(probs.numel(), probs.device)
+    lowest = float(probs.amin())
+    if math.isnan(lowest):
+        raise DistributionUnusable("There is no token to draw; the row holds no probability, or values that are NaN.")
+    if lowest > 0.0 or 8 * int(probs.count_nonzero()) > probs.numel():
+        return None
     return probs.nonzero().flatten()
 
 
-@lru_cache(maxsize=8)
-def _every_id(vocab_size: int, device: torch.device) -> Tensor:
-    return torch.arange(vocab_size, device=device)
+def _bounds(probs: Tensor, possible_ids: Tensor | None, seed: int, position: int) -> Tensor:
+    """prob / (1 - u) of each possible token, times 2**-53."""
+    if possible_ids is None:
+        counters = noise.first_counters(probs.numel(), probs.device)
+    else:
+        counters, probs = noise.counters(possible_ids), probs[possible_ids]
+    return probs / noise.complements(counters, seed=seed, position=position, purpose=Purpose.TARGET_SAMPLE).float()
 
 
-def _complements(token_ids: Tensor, seed: int, position: int) -> Tensor:
-    """1 - u of each token, in float32 without cancellation: the subtraction is done on the integers."""
-    numerators = noise.numerators(token_ids, seed=seed, position=position, purpose=Purpose.TARGET_SAMPLE)
-    return numerators.neg_().add_(2**53).float().mul_(2.0**-53)
+def _ids_at(places: Tensor, possible_ids: Tensor | None) -> Tensor:
+    return places if possible_ids is None else possible_ids[places]
 
 
 def _best_scored(log_probs: Tensor, token_ids: Tensor, seed: int, position: int) -> tuple[int, float]:
@@ -280,12 +280,11 @@ def _best_scored(log_probs: Tensor, token_ids: Tensor, seed: int, position: int)
 
     Scored on the host in Python: for a few tokens that is the fastest, and the same on every device.
     """
-    scored = [
-        (log_prob + (gumbel := noise.gumbel(seed, position, token_id)), -token_id, gumbel)
-        for token_id, log_prob in zip(token_ids.tolist(), log_probs[token_ids].tolist(), strict=True)
-    ]
-    _, negative_id, gumbel = max(scored)
-    return -negative_id, gumbel
+    ids = token_ids.tolist()
+    gumbels = noise.gumbels(seed, position, ids)
+    scores = [log_prob + gumbel for log_prob, gumbel in zip(log_probs[token_ids].tolist(), gumbels, strict=True)]
+    best = max(range(len(ids)), key=lambda place: (scores[place], -ids[place]))
+    return ids[best], gumbels[best]
 
 
 def draw(
@@ -302,7 +301,8 @@ def draw(
     total = float(cumulative[-1])
     if not 0.0 < total < math.inf:
         raise DistributionUnusable(f"There is no token to draw; the weights add up to {total}.")
-    return int(torch.searchsorted(cumulative, uniform * total, right=True))
+    point = min(uniform * total, math.nextafter(total, 0.0))  # rounding must not carry it past the last weight
+    return int(torch.searchsorted(cumulative, point, right=True))
 
 
 # ---- drafting -------------------------------------------------------------------------------------------------------

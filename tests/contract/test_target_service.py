@@ -17,7 +17,7 @@ import grpc
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -46,6 +46,7 @@ from tests.harness import Running, running, start, target_of
 VOCAB = 8
 MAX_CONTEXT = 64
 PROMPT = (0, 1, 2)
+NO_SHRINKING = (Phase.explicit, Phase.generate)  # a case that breaks the service costs a second: few are enough
 SERVICE_NAME = "paceline.v1.TargetService"
 VERIFY = f"/{SERVICE_NAME}/Verify"
 
@@ -496,7 +497,7 @@ def bench() -> Iterator[Bench]:
 
 
 @given(items=st.lists(any_command, min_size=1, max_size=6) | legal_rounds)
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True, phases=NO_SHRINKING)
 def test_whatever_the_items_say_only_typed_errors_come_out(
     bench: Bench, items: list[target_pb.TargetCommand]
 ) -> None:
@@ -532,7 +533,7 @@ damaged_messages = st.builds(
 
 
 @given(message=st.binary(max_size=60) | damaged_messages)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True, phases=NO_SHRINKING)
 def test_whatever_the_bytes_are_only_their_own_stream_may_end(bench: Bench, message: bytes) -> None:
     """200 messages of random or damaged bytes: a plain status that tells nothing of the code; the other stream goes on."""
     with capture_logs():

@@ -75,12 +75,11 @@ class LawVector:
     def given_siblings(self, prefix: Prefix) -> Sequence[int]:
         """The fixed draft tokens behind a prefix, if the drafter keeps to them all along it."""
         draft = self.draft
-        if "children" in draft:
-            return draft["tokens"] if not prefix else draft["children"].get(str(prefix[0]), [])
+        tokens: list[int] = draft.get("tokens", [draft.get("token")])
         if self.rule == "tree_siblings":
-            return draft["tokens"] if not prefix else []
-        chain = draft.get("tokens", [draft.get("token")])
-        return chain[len(prefix) : len(prefix) + 1] if prefix == tuple(chain[: len(prefix)]) else []
+            children: dict[str, list[int]] = draft.get("children", {})
+            return children.get(str(prefix[0]), []) if prefix else tokens
+        return tokens[len(prefix) : len(prefix) + 1] if prefix == tuple(tokens[: len(prefix)]) else []
 
     def possible_siblings(self, prefix: Prefix) -> list[Siblings]:
         """Every outcome of drafting for the position behind `prefix`; no siblings at all where nothing is drafted."""

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from paceline.cli import app
 from paceline.cli.batch import Outcome, complete_all
 from paceline.cli.comparison import PromptRuns, comparison_table, verdict_on_equality, verdict_on_speed
-from paceline.cli.demo import PROMPTS, SCHEDULES
+from paceline.cli.demo import PROMPTS, SCHEDULES, load_warning
 from paceline.cli.up import readable
 from paceline.client import (
     DEFAULT_TIMEOUT_S,
@@ -537,6 +537,12 @@ def test_demo_compares_the_schedules_honestly(stand_ins: FakeStack) -> None:
     assert "as fast as plain decoding, within the noise of the measurement (1.00 times)" in words
     assert f"All three schedules gave the same tokens for each of the {len(PROMPTS)} prompts." in words
     assert not any(is_alive(stand_ins.pid(service)) for service in ("target", "drafter", "orchestrator"))
+
+
+def test_demo_warns_on_a_busy_machine() -> None:
+    """Speeds that were measured beside other work are not passed off as the machine's."""
+    assert list(load_warning(2.0, cores=2)) == []
+    assert "busy with other work (load 5.5)" in next(load_warning(5.51, cores=2))
 
 
 def test_demo_without_a_drafter_is_refused() -> None:

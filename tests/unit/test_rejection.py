@@ -206,6 +206,7 @@ def test_every_kept_length_reads_its_own_row(draft_length: int) -> None:
         (Row(5, math.inf), Row(6, 1.0), Row(7)),
         (Row(5, -0.1),),
         (Row(5, 1.0), Row(6, 1.0)),
+        (Row(5, 1.0), Row(6, 1.0), Row(7, 1.0)),
     ],
 )
 def test_rows_that_do_not_fit_the_draft_are_refused(rows: tuple[Row, ...]) -> None:
@@ -301,7 +302,7 @@ def test_an_arg_max_draft_is_judged_as_one_hot() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_at_temperature_zero_the_arg_max_is_emitted_whatever_the_draft(rule: VerificationRule, seed: int) -> None:
     """Target row (.5, .3, .2): drafts 1 and 2 are always rejected and token 0 comes out, draft 0 is always kept; the
-    seed changes nothing (C02, C12)."""
+    seed changes nothing, nor whether the draft was drawn or deterministic (C02, C08, C12)."""
     logits = log_row(0.5, 0.3, 0.2).repeat(2, 1)
     sent = [distribution(t0=0.2, t1=0.3, t2=0.5)]
     for draft_id in range(3):

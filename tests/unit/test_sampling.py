@@ -333,10 +333,8 @@ def test_top_p_over_a_large_vocabulary_has_the_right_mass_and_no_token_too_many(
 
 def naive_coupled_sample(log_probs: Tensor, seed: int, position: int) -> int:
     """The definition: every token scored with its Gumbel noise, the highest score, lowest id on a tie."""
-    scores = [
-        log_prob + noise.gumbel(seed, position, token_id) if log_prob > -INFINITY else -INFINITY
-        for token_id, log_prob in enumerate(log_probs.tolist())
-    ]
+    gumbels = noise.gumbels(seed, position, range(log_probs.numel()))
+    scores = [log_prob + gumbel for log_prob, gumbel in zip(log_probs.tolist(), gumbels, strict=True)]
     return scores.index(max(scores))
 
 
@@ -363,7 +361,7 @@ def shaped_row(shape: str, vocab_size: int, seed: int) -> Tensor:
 SHAPES = ["normal", "flat", "peaked", "wide", "steps", "sparse", "one possible"]
 
 
-@pytest.mark.parametrize("scored_first", [1, 16])
+@pytest.mark.parametrize("scored_first", [1, 8])
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 100_000), st.integers(1, 2_000))
@@ -394,7 +392,7 @@ def test_the_coupled_sample_does_not_depend_on_precision_where_scores_do_not() -
 
 def test_an_exact_tie_of_scores_goes_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the noise taken away a flat row is one great tie: token 0 wins (C18)."""
-    monkeypatch.setattr(noise, "gumbel", lambda seed, position, index: 0.0)
+    monkeypatch.setattr(noise, "gumbels", lambda seed, position, indices: [0.0 for _ in indices])
     assert coupled_sample(torch.zeros(10).log_softmax(0), 1, 2) == 0
 
 
@@ -432,7 +430,9 @@ def test_draw_inverts_the_cumulative_weights() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.sampled_from([0.0, 1e-300, 1e-17, 0.1, 0.3, 1.0, 7.0, 1e17]), min_size=1, max_size=30).filter(any),
+    st.lists(st.sampled_from([0.0, 5e-324, 1e-300, 1e-17, 0.1, 0.3, 1.0, 7.0, 1e17]), min_size=1, max_size=30).filter(
+        any
+    ),
     st.integers(0, 2**52 - 1).map(lambda half: (2 * half + 1) * 2.0**-53)
     | st.sampled_from([LOWEST_UNIFORM, HIGHEST_UNIFORM]),
 )

@@ -38,6 +38,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
         b"\xf0\x9f",
         b"\x98\x80!",
         b"\x80\x80",
+        b"!\xff\xff",
     ]
     backend = Backend(models.BPE(vocab=_numbered([_byte_level_string(run) for run in runs]), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,8 +80,9 @@ def word_suffix_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def word_level_tokenizer() -> PreTrainedTokenizerFast:
-    """No decoder at all: tokens are joined by spaces."""
-    return _wrapped(Backend(models.WordLevel(vocab=_numbered(["<unk>", *WORDS]), unk_token="<unk>")))
+    """No decoder at all: tokens are joined by spaces. Some ids are not in use."""
+    vocabulary = _numbered(["<unk>", *WORDS]) | {"last": 20}
+    return _wrapped(Backend(models.WordLevel(vocab=vocabulary, unk_token="<unk>")))
 
 
 def python_tokenizer() -> PreTrainedTokenizerBase:

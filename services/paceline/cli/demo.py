@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -90,14 +91,17 @@ def demo(
         dtype=dtype or options.DtypeChoice.AUTO,
         draft_length=draft_length,
     )
+    # Before the services start, so that it is the load of others.
+    load = os.getloadavg()[0]
     with running_stack(settings, terminal) as stack:
-        asyncio.run(_run(stack, terminal, max_tokens=max_tokens))
+        asyncio.run(_run(stack, terminal, load=load, max_tokens=max_tokens))
 
 
-async def _run(stack: LocalStack, terminal: Terminal, *, max_tokens: int) -> None:
+async def _run(stack: LocalStack, terminal: Terminal, *, load: float, max_tokens: int) -> None:
     async with GenerationClient(stack.endpoint) as client:
         info = await client.server_info()
         _say(terminal, circumstances(stack, info))
+        _say(terminal, load_warning(load, cores=stack.threads.cores))
         terminal.out.print()
         await _watch_one(client, terminal, max_tokens=max_tokens)
         runs = await _run_all(client, terminal, max_tokens=max_tokens)
@@ -125,6 +129,12 @@ def circumstances(stack: LocalStack, info: ServerInfo) -> Iterator[str]:
     else:
         yield f"drafter  prompt lookup (n-gram), drafts of {info.speculation.draft_length} tokens"
     yield f"machine  {platform.machine()}, {_counted(threads.cores, 'core')}; three processes that talk gRPC"
+
+
+def load_warning(load: float, *, cores: int) -> Iterator[str]:
+    """A line if others keep the machine busy: `load` is the average number of processes that wanted to run."""
+    if load > cores:
+        yield f"caution  the machine is busy with other work (load {load:.1f}), which falsifies the speeds below"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -45,7 +45,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     Invariant: the first `length` positions of both buffers are the cached tokens; what lies behind is never read.
     Sliding-window layers use it too: all tokens stay, the attention mask keeps the window, so that truncation is exact
-    at every length. Measured against `DynamicLayer`: the same bits, and 5 to 10 % off a step at 2,000 cached tokens.
+    at every length. `DynamicLayer` gives the same bits, but copies all it holds at each step: with 2,000 cached tokens
+    9 ms of an 83 ms step, against 0.2 ms here (SmolLM2-135M, float32, one core).
     """
 
     is_croppable = True
@@ -244,7 +245,7 @@ class CausalModel:
     def _forward(self, cache: KVCache, ids: Tensor, *, first_row: int) -> Tensor:
         """Feed one chunk, `[tokens]`; gives the logits of its rows from `first_row` on, which may be none."""
         rows = torch.arange(min(first_row, len(ids)), len(ids), device=ids.device)
-        # No attention mask: nothing is padded, and without one a single token takes the fast kernel.
+        # No attention mask: nothing is padded, and the rows are the same to the last bit.
         output = self._network(input_ids=ids[None], cache=cache.store, use_cache=True, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits

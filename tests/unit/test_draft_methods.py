@@ -1,0 +1,244 @@
+"""Ways of drafting: which token each proposes, and what it was drawn from, whatever was drafted and rolled back before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter_service.drafter import DraftedToken, DraftSession
+from drafter_service.methods.draft_model import DraftModelMethod, DraftState, fit_vocabulary
+from drafter_service.methods.ngram import NgramMethod
+from paceline.lookup.ngram import NgramIndex
+from paceline.sampling import DistributionUnusable, TokenHistory, draw_draft_token
+from paceline.types import SamplingParams, SessionSpec, VerificationRule
+from tests.fakes import FakeCache, FakeModel, hashed_logits, spec_of
+
+VOCAB_SIZE = 12
+LOGITS = hashed_logits(VOCAB_SIZE)
+PROMPT = (3, 1, 4, 1, 5)
+RULES = list(VerificationRule)
+# What shapes a row may depend on all tokens before it: then a history that is off by one shows as well.
+SAMPLING = SamplingParams(
+    temperature=0.8,
+    repetition_penalty=1.3,
+    presence_penalty=0.2,
+    frequency_penalty=0.4,
+    min_tokens=6,
+    stop_token_ids=(2,),
+)
+
+
+@dataclass
+class View:
+    """What a method sees of a session (`drafter.DraftView`)."""
+
+    spec: SessionSpec
+    ids: list[int]
+    committed_length: int
+
+    def commit(self, kept_length: int, next_token: int) -> int:
+        """Keep some of the drafted tokens; returns how many ids are unchanged."""
+        unchanged = self.committed_length + kept_length
+        self.ids[unchanged:] = [next_token]
+        self.committed_length = len(self.ids)
+        return unchanged
+
+
+@dataclass
+class ModelDrafting:
+    """One session of a draft model."""
+
+    spec: SessionSpec
+    logits_vocab_size: int = VOCAB_SIZE
+    entries: int = 64
+    model: FakeModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        vocab_size = self.logits_vocab_size
+        self.model = FakeModel(hashed_logits(vocab_size), vocab_size=vocab_size)
+        self.method = DraftModelMethod[FakeCache](self.model, distribution_entries=self.entries)
+        self.view = View(self.spec, list(PROMPT), len(PROMPT))
+        self.state: DraftState[FakeCache] = self.method.open(self.view)
+
+    def draft(self) -> DraftedToken:
+        (token,) = self.method.draft(self.state, self.view, 5)
+        self.view.ids.append(token.token_id)
+        return token
+
+    def commit(self, kept_length: int, next_token: int) -> None:
+        self.method.rewind(self.state, self.view.commit(kept_length, next_token))
+
+
+def spec(rule: VerificationRule) -> SessionSpec:
+    sampling = SamplingParams(temperature=0.0) if rule is VerificationRule.GREEDY else SAMPLING
+    return spec_of(prompt_length=len(PROMPT), vocab_size=VOCAB_SIZE, rule=rule, sampling=sampling)
+
+
+def drafted_from_scratch(spec: SessionSpec, ids: Sequence[int], committed_length: int) -> DraftedToken:
+    """The definition: the model's row behind all ids, without a cache, shaped and drawn by `sampling`."""
+    token_id, distribution = draw_draft_token(
+        torch.tensor(LOGITS(ids)),
+        params=spec.sampling,
+        rule=spec.effective_rule,
+        history=TokenHistory(ids[: spec.prompt_length], ids[spec.prompt_length : committed_length]),
+        drafted=ids[committed_length:],
+        seed=spec.seed,
+        position=len(ids),
+        max_entries=64,
+    )
+    return DraftedToken(token_id, distribution)
+
+
+def assert_same(token: DraftedToken, expected: DraftedToken) -> None:
+    assert token.token_id == expected.token_id
+    assert (token.distribution is None) == (expected.distribution is None)
+    if token.distribution is not None and expected.distribution is not None:
+        assert token.distribution.ids.equal(expected.distribution.ids)
+        assert token.distribution.probs.equal(expected.distribution.probs)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    rounds=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, VOCAB_SIZE - 1), st.booleans()), max_size=6
+    ),
+    rule=st.sampled_from(RULES),
+)
+def test_every_token_is_drawn_as_if_from_scratch(
+    rounds: list[tuple[int, int, int, bool]], rule: VerificationRule
+) -> None:
+    """100 drawn histories of drafting, keeping a part, and reading in between: the ids alone decide each token and its
+    row (C30, C32)."""
+    drafting = ModelDrafting(spec(rule))
+    view = drafting.view
+    for draft_length, kept_length, next_token, ingests in rounds:
+        for _ in range(draft_length):
+            expected = drafted_from_scratch(view.spec, view.ids, view.committed_length)
+            assert_same(drafting.draft(), expected)
+        drafting.commit(min(kept_length, draft_length), next_token)
+        if ingests:
+            drafting.method.ingest(drafting.state, view)
+        assert drafting.state.cache.length < len(view.ids)
+        assert drafting.state.cache.ids == view.ids[: drafting.state.cache.length]
+
+
+def test_only_rejection_carries_distributions() -> None:
+    """A draft that was not drawn from a row is judged as one-hot, never by a row beside it (C02, C03)."""
+    for rule in RULES:
+        token = ModelDrafting(spec(rule)).draft()
+        assert (token.distribution is not None) == (rule is VerificationRule.REJECTION)
+
+
+def test_a_distribution_holds_no_more_entries_than_were_asked_for() -> None:
+    """And the draft is one of them."""
+    token = ModelDrafting(spec(VerificationRule.REJECTION), entries=3).draft()
+    assert token.distribution is not None
+    assert len(token.distribution.ids) <= 3
+    assert token.distribution.probability(token.token_id) > 0.0
+
+
+def test_each_token_costs_one_step_and_reading_costs_at_most_one() -> None:
+    """A token after a draft that was kept whole too: its last token and the bonus are fed together."""
+    drafting = ModelDrafting(spec(VerificationRule.COUPLED))
+    drafting.method.ingest(drafting.state, drafting.view)
+    assert drafting.state.cache.length == len(PROMPT) - 1
+    drafting.method.ingest(drafting.state, drafting.view)
+    assert drafting.model.steps == 1
+    for steps in (2, 3, 4):
+        drafting.draft()
+        assert drafting.model.steps == steps
+    drafting.commit(3, next_token=0)
+    drafting.draft()
+    assert drafting.model.steps == 5
+    assert drafting.model.lengths_before_step == [0, 4, 5, 6, 7]
+    assert drafting.state.cache.length == len(PROMPT) + 4
+
+
+def test_reading_never_goes_past_the_committed_tokens() -> None:
+    """What was drafted behind them is in the cache already, and stays."""
+    drafting = ModelDrafting(spec(VerificationRule.COUPLED))
+    for _ in range(3):
+        drafting.draft()
+    drafting.method.ingest(drafting.state, drafting.view)
+    assert drafting.state.cache.length == len(PROMPT) + 2
+    assert drafting.model.steps == 3
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("logits_vocab_size", [6, 20])
+def test_no_id_outside_the_target_is_ever_drafted(rule: VerificationRule, logits_vocab_size: int) -> None:
+    """Draft models with fewer and with more rows than the target: 40 tokens each (C47)."""
+    drafting = ModelDrafting(spec(rule), logits_vocab_size=logits_vocab_size)
+    drafting.view.ids[:] = [token_id % 6 for token_id in drafting.view.ids]
+    for _ in range(40):
+        token = drafting.draft()
+        assert 0 <= token.token_id < min(VOCAB_SIZE, logits_vocab_size)
+        if token.distribution is not None:
+            assert int(token.distribution.ids.max()) < min(VOCAB_SIZE, logits_vocab_size)
+
+
+def test_rows_are_cut_and_padded_to_the_target() -> None:
+    """A token that the draft model does not have has no probability."""
+    row = torch.tensor([1.0, 2.0, 3.0])
+    assert fit_vocabulary(row, 2).tolist() == [1.0, 2.0]
+    assert fit_vocabulary(row, 3).tolist() == row.tolist()
+    assert fit_vocabulary(row, 5).tolist() == [1.0, 2.0, 3.0, float("-inf"), float("-inf")]
+
+
+def test_a_row_without_any_token_to_draw_is_a_typed_error() -> None:
+    """Only tokens that the draft model does not have are allowed: it has nothing to draw, and says so."""
+    session_spec = spec_of(
+        prompt_length=5, vocab_size=VOCAB_SIZE, sampling=SamplingParams(allowed_token_ids=(VOCAB_SIZE - 1,))
+    )
+    with pytest.raises(DistributionUnusable):
+        ModelDrafting(session_spec, logits_vocab_size=6).draft()
+
+
+# ---- prompt lookup --------------------------------------------------------------------------------------------------
+
+
+def lookup() -> NgramMethod:
+    return NgramMethod(prompt_lookup_min=1, prompt_lookup_max=3)
+
+
+def test_lookup_proposes_what_followed_before_and_marks_it_deterministic() -> None:
+    """As many tokens as are asked for, none of them with a row."""
+    session = DraftSession(spec_of(prompt_length=5, vocab_size=VOCAB_SIZE), (7, 8, 9, 7, 8))
+    method = lookup()
+    state = method.open(session)
+    assert len(state) == 0
+    assert method.draft(state, session, 4) == [DraftedToken(token_id) for token_id in (9, 7, 8, 9)]
+    assert method.draft(state, session, 1) == [DraftedToken(9)]
+
+
+def test_lookup_without_a_match_has_nothing_to_offer() -> None:
+    """No dummy id stands in for an absent draft."""
+    session = DraftSession(spec_of(prompt_length=3, vocab_size=VOCAB_SIZE), (1, 2, 3))
+    method = lookup()
+    assert method.draft(method.open(session), session, 4) == []
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=6)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rounds=st.lists(st.tuples(TOKENS, st.integers(0, 6), st.integers(0, 2), st.booleans()), max_size=6))
+def test_lookup_depends_on_the_ids_alone(rounds: list[tuple[list[int], int, int, bool]]) -> None:
+    """100 drawn histories of other tokens drafted, partly kept, and read in between: as a fresh index of the same."""
+    method = lookup()
+    view = View(spec_of(prompt_length=1, vocab_size=3), [0], 1)
+    state = method.open(view)
+    for drafted, kept_length, next_token, ingests in rounds:
+        view.ids += drafted
+        expected = NgramIndex(prompt_lookup_min=1, prompt_lookup_max=3)
+        expected.extend(view.ids)
+        assert [token.token_id for token in method.draft(state, view, 4)] == list(expected.propose((), 4))
+        method.rewind(state, view.commit(min(kept_length, len(drafted)), next_token))
+        if ingests:
+            method.ingest(state, view)
+        assert len(state) <= view.committed_length
