@@ -112,9 +112,7 @@ def main(
         word_tokenizer([f"t{token_id}" for token_id in range(VOCAB_SIZE)]).save_pretrained(folder)
         target = start(stack, "benchmarks.instant", "target")
         drafter = start(stack, "benchmarks.instant", "drafter")
-        endpoint = start(
-            stack, "orchestrator", "--target", target, "--drafter", drafter, "--tokenizer", str(folder)
-        )
+        endpoint = start(stack, "orchestrator", "--target", target, "--drafter", drafter, "--tokenizer", str(folder))
         rows = asyncio.run(measure(endpoint, draft_length=draft_length, max_tokens=max_tokens, answers=answers))
     table = Table(title=f"One round with instant models, draft length {draft_length} ({machine()})")
     for column in rows[0]:

@@ -22,8 +22,7 @@ from benchmarks.overhead import start
 from benchmarks.report import machine, write_report
 from orchestrator.clients import DrafterClient, RemoteDrafts, TargetClient
 from orchestrator.drafting import DraftsWithFallback
-from orchestrator.finish import OutputTracker
-from orchestrator.finish import StopConditions as EndConditions
+from orchestrator.finish import EndConditions, OutputTracker
 from orchestrator.loop import SpeculationPlan, Target, run_session
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
 from paceline.engine.checkpoint import DEFAULT_MODEL, resolve_checkpoint
@@ -77,7 +76,13 @@ class WatchedDrafts:
 
 
 async def record(
-    schedule: Schedule, target: TargetClient, drafter: DrafterClient, tokenizer: Tokenizer, *, draft_length: int, max_tokens: int
+    schedule: Schedule,
+    target: TargetClient,
+    drafter: DrafterClient,
+    tokenizer: Tokenizer,
+    *,
+    draft_length: int,
+    max_tokens: int,
 ) -> Timeline:
     """Run one answer and note who computed when."""
     prompt_ids = tokenizer.encode_chat([("user", PROMPT)])

@@ -36,7 +36,7 @@ class Detokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopConditions:
+class EndConditions:
     """What ends an answer. A value out of range raises InvalidRequest.
 
     `min_tokens` counts like the sampling parameter of that name, which bans the stop tokens: that many tokens come
@@ -102,7 +102,7 @@ class OutputTracker:
     Invariant: the texts delivered, then that of `finish`, join to the full decode of the ids delivered, less the stop.
     """
 
-    def __init__(self, detokenizer: Detokenizer, conditions: StopConditions) -> None:
+    def __init__(self, detokenizer: Detokenizer, conditions: EndConditions) -> None:
         self._detokenizer = detokenizer
         self._conditions = conditions
         self._output_length = 0

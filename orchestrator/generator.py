@@ -17,8 +17,7 @@ import structlog
 
 from orchestrator.clients import DrafterClient, TargetClient
 from orchestrator.drafting import DraftsWithFallback, NoDrafts
-from orchestrator.finish import Delivered, OutputTracker
-from orchestrator.finish import StopConditions as EndConditions
+from orchestrator.finish import Delivered, EndConditions, OutputTracker
 from orchestrator.loop import DraftSource, SpeculationPlan, run_session
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
 from paceline.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, QueueFull, TargetUnavailable

@@ -64,6 +64,8 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.enable_retries", 0),
     # Services find one another by address; a proxy meant for the web must not come between.
     ("grpc.enable_http_proxy", 0),
     # A restarted replica is found again within a second, not after the default of up to two minutes.
@@ -74,6 +76,7 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 _SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.bdp_probe", 0),
     # By default two servers bind one port without a word.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),

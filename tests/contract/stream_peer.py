@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import Phase
+from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
 from paceline.process import Serve
@@ -27,6 +29,8 @@ from paceline.v1 import target_service_pb2 as target_pb
 from paceline.v1 import target_service_pb2_grpc as target_grpc
 from tests.harness import Running, start
 
+VOCAB = 8  # tokens, of the models in these tests
+MAX_CONTEXT = 64  # tokens, likewise
 LIMIT_S = 10.0
 """Longest wait for anything; a test that gets there has failed."""
 
@@ -39,7 +43,8 @@ class StreamPeer(Generic[CommandT, EventT]):
     """One stream to a model service. Invariant: every event is handed out once, in the order of its session."""
 
     def __init__(self, call: Any, wrap: Callable[[Sequence[CommandT]], Any]) -> None:
-        self._call, self._wrap = call, wrap
+        self._call = call
+        self._wrap: Callable[[Sequence[CommandT]], Any] = wrap
         self._inbox: defaultdict[str, asyncio.Queue[EventT]] = defaultdict(asyncio.Queue)
         self._loads: asyncio.Queue[EventT] = asyncio.Queue()
         self._reader = asyncio.ensure_future(self._read())
@@ -64,9 +69,7 @@ class StreamPeer(Generic[CommandT, EventT]):
         queue = self._inbox[session_id]
         return [queue.get_nowait() for _ in range(queue.qsize())]
 
-    async def load(
-        self, condition: Callable[[session_pb.LoadReport], bool] = lambda _: True
-    ) -> session_pb.LoadReport:
+    async def load(self, condition: Callable[[session_pb.LoadReport], bool] = lambda _: True) -> session_pb.LoadReport:
         """The next sign of life that meets the condition; one that came before the last event was asked for is none."""
         while not self._loads.empty():
             self._loads.get_nowait()
@@ -145,11 +148,9 @@ def open_drafter_stream(channel: grpc.aio.Channel) -> DrafterPeer:
     return DrafterPeer(call, lambda commands: drafter_pb.DraftRequest(commands=commands))
 
 
-async def status_of_bytes(
-    channel: grpc.aio.Channel, method: str, message: bytes
-) -> tuple[grpc.StatusCode, str]:
+async def status_of_bytes(channel: grpc.aio.Channel, method: str, message: bytes) -> tuple[grpc.StatusCode, str]:
     """Send bytes that need not be a message on a stream of their own; gives the status that ends it."""
-    call = channel.stream_stream(method, request_serializer=None, response_deserializer=None)()
+    call: Any = channel.stream_stream(method, request_serializer=None, response_deserializer=None)()
     with suppress(grpc.aio.AioRpcError):
         await call.write(message)
         await call.done_writing()
@@ -169,7 +170,7 @@ async def health_of(address: str, service_name: str) -> str:
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
-def open_session(committed_ids: Sequence[int], *, vocab_size: int, **changes: Any) -> session_pb.OpenSession:
+def open_session(committed_ids: Sequence[int], **changes: Any) -> session_pb.OpenSession:
     """A valid greedy session on a prompt, but for the fields named in `changes`."""
     fields: dict[str, Any] = {
         "committed_ids": committed_ids,
@@ -177,7 +178,7 @@ def open_session(committed_ids: Sequence[int], *, vocab_size: int, **changes: An
         "sampling": session_pb.SamplingParams(temperature=0.0),
         "seed": 7,
         "rule": session_pb.VERIFICATION_RULE_GREEDY,
-        "vocab_size": vocab_size,
+        "vocab_size": VOCAB,
     }
     return session_pb.OpenSession(**(fields | changes))
 
@@ -205,20 +206,73 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     *(("frequency_penalty", value) for value in (float("-inf"), -100.5)),
     ("logit_bias", [session_pb.LogitBias(token_id=1, bias=1000.5)]),
     ("logit_bias", [session_pb.LogitBias(token_id=1, bias=float("nan"))]),
-    ("logit_bias", [session_pb.LogitBias(token_id=8, bias=1.0)]),
+    ("logit_bias", [session_pb.LogitBias(token_id=VOCAB, bias=1.0)]),
     ("logit_bias", [session_pb.LogitBias(token_id=2**32 - 1, bias=1.0)]),
-    ("banned_token_ids", [8]),
-    ("banned_token_ids", list(range(8))),
+    ("banned_token_ids", [VOCAB]),
+    ("banned_token_ids", list(range(VOCAB))),
     ("allowed_token_ids", session_pb.TokenIds(ids=[2**31 - 1])),
     ("allowed_token_ids", session_pb.TokenIds()),
-    ("stop_token_ids", [8]),
+    ("stop_token_ids", [VOCAB]),
 ]
-"""Sampling parameters out of range for a vocabulary of 8 tokens, each with the name of the parameter at fault."""
+"""Sampling parameters out of range for `VOCAB` tokens, each with the name of the parameter at fault."""
 
 
 def sampling_with(**parameters: Any) -> session_pb.SamplingParams:
     """Sampling at temperature 1, but for the parameters given."""
     return session_pb.SamplingParams(**({"temperature": 1.0} | parameters))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random items
+
+NO_SHRINKING = (Phase.explicit, Phase.generate)
+"""A case that breaks the service costs a second, so the first that was found must do."""
+
+uint32s = st.one_of(st.integers(0, VOCAB), st.integers(0, MAX_CONTEXT + 2), st.sampled_from([2**31 - 1, 2**32 - 1]))
+id_lists = st.lists(st.one_of(st.integers(0, VOCAB - 1), uint32s), max_size=6)
+doubles = st.one_of(st.floats(-2, 2), st.floats(), st.sampled_from([0.0, 1.0, 5e-324, 1e-300, 1e-40, 100.0]))
+any_sampling = st.builds(
+    session_pb.SamplingParams,
+    temperature=st.none() | doubles,
+    top_k=st.integers(0, 3) | uint32s,
+    top_p=st.none() | doubles,
+    min_p=doubles | st.just(0.0),
+    repetition_penalty=st.none() | doubles,
+    presence_penalty=doubles | st.just(0.0),
+    frequency_penalty=doubles | st.just(0.0),
+    logit_bias=st.lists(st.builds(session_pb.LogitBias, token_id=uint32s, bias=st.floats(width=32)), max_size=2),
+    banned_token_ids=id_lists,
+    allowed_token_ids=st.none() | st.builds(session_pb.TokenIds, ids=id_lists),
+    min_tokens=uint32s,
+    stop_token_ids=id_lists,
+)
+token_ids = st.integers(0, VOCAB - 1)
+legal_sampling = st.builds(
+    session_pb.SamplingParams,
+    temperature=st.floats(0, 100) | st.just(1.0),
+    top_k=st.integers(0, 2**32 - 1) | st.just(0),
+    top_p=st.floats(0, 1, exclude_min=True) | st.just(1.0),
+    min_p=st.floats(0, 1, exclude_max=True) | st.just(0.0),
+    repetition_penalty=st.floats(0, 100, exclude_min=True) | st.just(1.0),
+    presence_penalty=st.floats(-100, 100) | st.just(0.0),
+    frequency_penalty=st.floats(-100, 100) | st.just(0.0),
+    logit_bias=st.lists(
+        st.builds(session_pb.LogitBias, token_id=token_ids, bias=st.floats(-1000, 1000, width=32)), max_size=3
+    ),
+    banned_token_ids=st.lists(token_ids, max_size=3),
+    allowed_token_ids=st.none() | st.builds(session_pb.TokenIds, ids=st.lists(token_ids, min_size=1, max_size=3)),
+    min_tokens=st.integers(0, 5),
+    stop_token_ids=st.lists(token_ids, max_size=2),
+)
+any_opening = st.builds(
+    session_pb.OpenSession,
+    committed_ids=id_lists,
+    prompt_length=st.integers(0, 3) | uint32s,
+    sampling=legal_sampling | any_sampling,
+    seed=st.integers(0, 2**64 - 1),
+    rule=st.integers(0, 4),
+    vocab_size=st.just(VOCAB) | uint32s,
+)
 
 
 class FuzzBench(Generic[CommandT, EventT]):
@@ -233,7 +287,8 @@ class FuzzBench(Generic[CommandT, EventT]):
         serve: Callable[[], Serve],
         open_stream: Callable[[grpc.aio.Channel], StreamPeer[CommandT, EventT]],
     ) -> None:
-        self._runner, self._serve, self._open_stream = runner, serve, open_stream
+        self._runner, self._serve = runner, serve
+        self._open_stream: Callable[[grpc.aio.Channel], StreamPeer[CommandT, EventT]] = open_stream
         self._service: Running | None = None
         self._channel: grpc.aio.Channel | None = None
         self._peer: StreamPeer[CommandT, EventT] | None = None

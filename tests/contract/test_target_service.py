@@ -17,36 +17,34 @@ import grpc
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from paceline.process import Lifetime
-from paceline.settings import TargetSettings
 from paceline.v1 import session_pb2 as session_pb
 from paceline.v1 import target_service_pb2 as target_pb
-from paceline.v1.target_service_pb2_grpc import TargetServiceStub
-from paceline.rpc import open_channel
-from target_service.app import serve_target
 from tests.contract.stream_peer import (
     BAD_SAMPLING,
-    LIMIT_S,
+    MAX_CONTEXT,
+    NO_SHRINKING,
+    VOCAB,
     FuzzBench,
     TargetPeer,
-    health_of,
+    any_opening,
+    id_lists,
+    legal_sampling,
     open_session,
     open_target_stream,
     sampling_with,
     status_of_bytes,
     target_peer,
+    token_ids,
+    uint32s,
 )
-from tests.fakes import FakeModel, Logits, counting_logits, fake_info
-from tests.harness import Running, running, start, target_of
+from tests.fakes import FakeModel, Logits, counting_logits
+from tests.harness import Running, running, target_of
 
-VOCAB = 8
-MAX_CONTEXT = 64
 PROMPT = (0, 1, 2)
-NO_SHRINKING = (Phase.explicit, Phase.generate)  # a case that breaks the service costs a second: few are enough
 SERVICE_NAME = "paceline.v1.TargetService"
 VERIFY = f"/{SERVICE_NAME}/Verify"
 
@@ -76,8 +74,7 @@ async def connected_target(**settings: Any) -> AsyncIterator[TargetPeer]:
 
 
 def opened(session_id: str, *, epoch: int = 1, ids: Sequence[int] = PROMPT, **changes: Any) -> target_pb.TargetCommand:
-    session = open_session(ids, **({"vocab_size": VOCAB} | changes))
-    return target_pb.TargetCommand(session_id=session_id, epoch=epoch, open=session)
+    return target_pb.TargetCommand(session_id=session_id, epoch=epoch, open=open_session(ids, **changes))
 
 
 def verify(
@@ -144,7 +141,12 @@ def bad_open(what: str, says: str, *, reason: str = "PAYLOAD_INVALID", **changes
 
 
 def bad_verify(
-    what: str, says: str, *, reason: str = "PAYLOAD_INVALID", rule: session_pb.VerificationRule = REJECTION, **fields: Any
+    what: str,
+    says: str,
+    *,
+    reason: str = "PAYLOAD_INVALID",
+    rule: session_pb.VerificationRule = REJECTION,
+    **fields: Any,
 ) -> Bad:
     session = opened("bad", rule=rule, sampling=sampling_with())
     return Bad(what, reason, says, (session, verify("bad", **fields)))
@@ -196,7 +198,9 @@ BAD_ITEMS = [
     bad_distribution("with NaN", "positive", packed([3, 4], [math.nan, 1.0])),
     bad_distribution("without the drafted token", "cannot have been drawn", packed([4, 5], HALF)),
     bad_verify("base beyond the committed tokens", "open", reason="LENGTH_MISMATCH", base_length=6, committed=(4, 5)),
-    bad_verify("base shorter than its own ids", "open", reason="LENGTH_MISMATCH", base_length=3, committed=(0, 0, 1, 2)),
+    bad_verify(
+        "base shorter than its own ids", "open", reason="LENGTH_MISMATCH", base_length=3, committed=(0, 0, 1, 2)
+    ),
     bad_verify("base that contradicts", "open", reason="LENGTH_MISMATCH", base_length=4, committed=(7, 3)),
     bad_verify("base of 2^32 - 1", "64", reason="CONTEXT_TOO_LONG", base_length=2**32 - 1),
     bad_verify("draft beyond the context", "draft fewer", reason="CONTEXT_TOO_LONG", draft=[3] * (MAX_CONTEXT - 2)),
@@ -389,9 +393,6 @@ async def test_stream_cannot_touch_a_session_of_another_stream() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Anything at all
 
-uint32s = st.one_of(st.integers(0, VOCAB), st.integers(0, MAX_CONTEXT + 2), st.sampled_from([2**31 - 1, 2**32 - 1]))
-id_lists = st.lists(st.one_of(st.integers(0, VOCAB - 1), uint32s), max_size=6)
-doubles = st.one_of(st.floats(-2, 2), st.floats(), st.sampled_from([0.0, 1.0, 5e-324, 1e-300, 1e-40, 100.0]))
 payloads = st.one_of(
     st.binary(max_size=40),
     st.builds(
@@ -400,48 +401,6 @@ payloads = st.one_of(
         st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=3),
     ),
     st.just(packed([3, 4], HALF)),
-)
-any_sampling = st.builds(
-    session_pb.SamplingParams,
-    temperature=st.none() | doubles,
-    top_k=st.integers(0, 3) | uint32s,
-    top_p=st.none() | doubles,
-    min_p=doubles | st.just(0.0),
-    repetition_penalty=st.none() | doubles,
-    presence_penalty=doubles | st.just(0.0),
-    frequency_penalty=doubles | st.just(0.0),
-    logit_bias=st.lists(st.builds(session_pb.LogitBias, token_id=uint32s, bias=st.floats(width=32)), max_size=2),
-    banned_token_ids=id_lists,
-    allowed_token_ids=st.none() | st.builds(session_pb.TokenIds, ids=id_lists),
-    min_tokens=uint32s,
-    stop_token_ids=id_lists,
-)
-token_ids = st.integers(0, VOCAB - 1)
-legal_sampling = st.builds(
-    session_pb.SamplingParams,
-    temperature=st.floats(0, 100) | st.just(1.0),
-    top_k=st.integers(0, 2**32 - 1) | st.just(0),
-    top_p=st.floats(0, 1, exclude_min=True) | st.just(1.0),
-    min_p=st.floats(0, 1, exclude_max=True) | st.just(0.0),
-    repetition_penalty=st.floats(0, 100, exclude_min=True) | st.just(1.0),
-    presence_penalty=st.floats(-100, 100) | st.just(0.0),
-    frequency_penalty=st.floats(-100, 100) | st.just(0.0),
-    logit_bias=st.lists(
-        st.builds(session_pb.LogitBias, token_id=token_ids, bias=st.floats(-1000, 1000, width=32)), max_size=3
-    ),
-    banned_token_ids=st.lists(token_ids, max_size=3),
-    allowed_token_ids=st.none() | st.builds(session_pb.TokenIds, ids=st.lists(token_ids, min_size=1, max_size=3)),
-    min_tokens=st.integers(0, 5),
-    stop_token_ids=st.lists(token_ids, max_size=2),
-)
-any_opening = st.builds(
-    session_pb.OpenSession,
-    committed_ids=id_lists,
-    prompt_length=st.integers(0, 3) | uint32s,
-    sampling=legal_sampling | any_sampling,
-    seed=st.integers(0, 2**64 - 1),
-    rule=st.integers(0, 4),
-    vocab_size=st.just(VOCAB) | uint32s,
 )
 any_draft = st.builds(
     target_pb.VerifyDraft,
@@ -465,7 +424,9 @@ any_command = st.builds(
 legal_rounds = st.builds(
     lambda ids, rule, sampling, draft: [
         opened("a", ids=ids, prompt_length=1, rule=rule, sampling=sampling),
-        verify("a", base_length=len(ids), draft=draft, distributions=[packed(range(VOCAB), [0.125] * VOCAB)] * len(draft)),
+        verify(
+            "a", base_length=len(ids), draft=draft, distributions=[packed(range(VOCAB), [0.125] * VOCAB)] * len(draft)
+        ),
         verify("a", base_length=len(ids), draft=draft),
     ],
     st.lists(token_ids, min_size=1, max_size=8),
@@ -498,9 +459,7 @@ def bench() -> Iterator[Bench]:
 
 @given(items=st.lists(any_command, min_size=1, max_size=6) | legal_rounds)
 @settings(max_examples=400, deadline=None, derandomize=True, phases=NO_SHRINKING)
-def test_whatever_the_items_say_only_typed_errors_come_out(
-    bench: Bench, items: list[target_pb.TargetCommand]
-) -> None:
+def test_whatever_the_items_say_only_typed_errors_come_out(bench: Bench, items: list[target_pb.TargetCommand]) -> None:
     """400 batches of up to 6 items: verdicts or typed failures, and the neighbour's verdict every time."""
     for event in bench.run(lambda peer, prefix: answers_to(items, peer, prefix)):
         if event.WhichOneof("event") == "failed":
@@ -554,111 +513,3 @@ async def test_oversized_message_ends_its_own_stream_alone() -> None:
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         await other.send(verify("a"))
         await assert_verdict(other, "a", (3,), base_length=3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Life
-
-
-async def test_info_says_who_the_target_is() -> None:
-    """Model, sizes and the incarnation, which is new at every start."""
-    model = counting_model()
-    async with running(target_of(model, fake_info(model, eos=(5,)))) as service, open_channel(service.address) as channel:
-        reply = await TargetServiceStub(channel).GetTargetInfo(target_pb.GetTargetInfoRequest(), timeout=LIMIT_S)
-    assert (reply.info.vocab_size, reply.info.max_context, list(reply.info.eos_token_ids)) == (VOCAB, MAX_CONTEXT, [5])
-    assert reply.info.incarnation
-
-
-async def test_load_is_reported_on_every_stream() -> None:
-    """Each stream hears signs of life at once and again and again, with the number of sessions held."""
-    async with target() as service, target_peer(service.address) as first, target_peer(service.address) as second:
-        assert (await first.load()).sessions == 0
-        await first.send(opened("a"), opened("b"))
-        for peer in (first, second):
-            await peer.load(lambda load: load.sessions == 2)
-            assert not (await peer.load()).draining
-
-
-async def test_unused_session_is_forgotten() -> None:
-    """After its idle time a session is gone; its next item hears SESSION_NOT_FOUND."""
-    async with connected_target(session_idle_ttl_s=0.05) as peer:
-        await peer.send(opened("a"), verify("a"))
-        await assert_verdict(peer, "a", (3,), base_length=3)
-        await peer.load(lambda load: load.sessions == 0)
-        await peer.send(verify("a", base_length=4, committed=(3,)))
-        assert (await peer.failure("a")).reason == "SESSION_NOT_FOUND"
-
-
-async def test_sessions_of_a_vanished_peer_are_forgotten() -> None:
-    """A peer that hangs up leaves no session behind for longer than the idle time."""
-    async with target(session_idle_ttl_s=0.05) as service, target_peer(service.address) as witness:
-        async with target_peer(service.address) as peer:
-            await peer.send(opened("a"))
-            await witness.load(lambda load: load.sessions == 1)
-        await witness.load(lambda load: load.sessions == 0)
-
-
-async def test_half_closed_stream_still_gets_its_answers() -> None:
-    """A peer that has said all it wanted hears the verdicts it asked for, then the regular end."""
-    async with connected_target() as peer:
-        await peer.send(opened("a"), verify("a", draft=(3,)))
-        await assert_verdict(peer, "a", (3, 4), base_length=3)
-        await peer.half_close()
-        assert await peer.ending() is grpc.StatusCode.OK
-
-
-async def test_health_says_serving_then_not_serving() -> None:
-    """The service and the server as a whole are healthy from start to drain; other names are unknown."""
-    async with draining_target() as (service, peer):
-        for name in ("", SERVICE_NAME):
-            assert await health_of(service.address, name) == "SERVING"
-        assert await health_of(service.address, "paceline.v1.Other") == "NOT_FOUND"
-        await peer.send(opened("a"))
-        await peer.load(lambda load: load.sessions == 1)
-        service.lifetime.stop()
-        await peer.load(lambda load: load.draining)
-        for name in ("", SERVICE_NAME):
-            assert await health_of(service.address, name) == "NOT_SERVING"
-
-
-async def test_draining_service_finishes_its_sessions_and_takes_no_new_ones() -> None:
-    """Asked to stop, it says so on the stream, refuses openings, serves what it holds, and ends with the last session."""
-    async with draining_target() as (service, peer):
-        await peer.send(opened("a"))
-        await peer.load(lambda load: load.sessions == 1)
-        service.lifetime.stop()
-        await peer.load(lambda load: load.draining)
-        await peer.send(opened("b"), verify("a", draft=(3,)))
-        await assert_verdict(peer, "a", (3, 4), base_length=3)
-        assert (await peer.failure("b")).reason == "DRAINING"
-        await peer.send(closed("a"))
-        async with asyncio.timeout(LIMIT_S):
-            await service.task
-
-
-@asynccontextmanager
-async def draining_target() -> AsyncIterator[tuple[Running, TargetPeer]]:
-    """A target that gives its sessions a minute to end, and one stream to it."""
-    model = counting_model()
-    options = TargetSettings(heartbeat_s=0.02, drain_s=60)
-
-    def serve(lifetime: Lifetime) -> Any:
-        return serve_target(lifetime, options, model, fake_info(model))
-
-    service = await start(serve)
-    try:
-        async with target_peer(service.address) as peer:
-            yield service, peer
-    finally:
-        await service.kill()
-
-
-async def test_service_stops_soon_though_streams_and_sessions_are_open() -> None:
-    """Without time to drain, a peer that does not let go is cut off, and hears so."""
-    service = await start(target_of(counting_model(), heartbeat_s=0.02))
-    async with target_peer(service.address) as peer:
-        await peer.send(opened("a"))
-        await peer.load(lambda load: load.sessions == 1)
-        async with asyncio.timeout(LIMIT_S / 2):
-            await service.stop()
-        assert await peer.ending() in {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE}

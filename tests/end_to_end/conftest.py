@@ -29,4 +29,3 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another network with the same tokenizer."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "drafter", seed=2)
-

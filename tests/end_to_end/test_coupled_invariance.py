@@ -74,9 +74,7 @@ async def test_an_unrelated_drafter_changes_nothing(
     tiny_target: Path, tiny_drafter: Path, plain_texts: list[tuple[tuple[int, ...], str]]
 ) -> None:
     """A drafter that knows nothing of the target is rejected nearly always, and that is all."""
-    async with system(
-        systems.target(tiny_target), systems.draft_model(tiny_drafter), str(tiny_target)
-    ) as speculating:
+    async with system(systems.target(tiny_target), systems.draft_model(tiny_drafter), str(tiny_target)) as speculating:
         assert texts(await complete_all(speculating.client, requests_with())) == plain_texts
 
 
@@ -87,9 +85,7 @@ async def test_random_delays_on_both_links_change_nothing(
     """Every chunk of bytes to and from drafter and target is held up for 0 to 8 ms."""
     async with AsyncExitStack() as stack:
         target = await stack.enter_async_context(running(systems.target(tiny_target)))
-        drafter = await stack.enter_async_context(
-            running(systems.draft_model(tiny_target, logit_noise=systems.NOISE))
-        )
+        drafter = await stack.enter_async_context(running(systems.draft_model(tiny_target, logit_noise=systems.NOISE)))
         far_target = await stack.enter_async_context(delayed_link(target.address, longest_delay_s=0.008, seed=1))
         far_drafter = await stack.enter_async_context(delayed_link(drafter.address, longest_delay_s=0.008, seed=2))
         orchestrator = await stack.enter_async_context(
@@ -105,9 +101,7 @@ async def test_lost_repeated_and_reordered_messages_change_nothing(
     """A tenth of all items to and from the drafter is lost, another comes twice, another is overtaken."""
     async with AsyncExitStack() as stack:
         target = await stack.enter_async_context(running(systems.target(tiny_target)))
-        drafter = await stack.enter_async_context(
-            running(systems.draft_model(tiny_target, logit_noise=systems.NOISE))
-        )
+        drafter = await stack.enter_async_context(running(systems.draft_model(tiny_target, logit_noise=systems.NOISE)))
         address, mixer = await stack.enter_async_context(mixed_up_drafter(drafter.address, seed=3))
         orchestrator = await stack.enter_async_context(
             running(orchestrator_of(target.address, address, str(tiny_target), draft_deadline_s=0.05))

@@ -118,9 +118,7 @@ def mixed_law(share_of_drafter: float) -> Tensor:  # [last token, next token]
 
 @pytest.mark.parametrize("schedule", ["sequential", "pipelined"])
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
-def test_running_system_has_the_law_of_the_target(
-    stack: LocalStack, tmp_path: Path, rule: str, schedule: str
-) -> None:
+def test_running_system_has_the_law_of_the_target(stack: LocalStack, tmp_path: Path, rule: str, schedule: str) -> None:
     """6,400 tokens through command line, wire and three processes."""
     check_law(answers(stack, tmp_path, rule=rule, schedule=schedule, count=200, length=32))
 

@@ -5,7 +5,6 @@ The fake model's logits depend on every token in its cache, so a cache cut by on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -140,11 +139,12 @@ def test_rounds_without_a_draft_still_feed_the_drafter(rule: VerificationRule) -
 
 ROUNDS = st.lists(
     st.tuples(
-        st.integers(0, 12),  # steps that the drafter gets before the verdict
-        st.integers(0, 6),  # kept length
-        st.booleans(),  # whether the next token is what the drafter would draft
         st.integers(0, 5),  # draft length
         st.integers(0, 6),  # tokens it may draft ahead of that
+        st.integers(0, 12),  # steps that the drafter gets before the verdict
+        st.booleans(),  # whether the draft is waited for
+        st.integers(0, 6),  # kept length
+        st.booleans(),  # whether the next token is what the drafter would draft
     ),
     min_size=1,
     max_size=6,
@@ -154,17 +154,22 @@ ROUNDS = st.lists(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(rounds=ROUNDS, rule=st.sampled_from(RULES))
 def test_after_any_history_the_next_draft_is_a_fresh_sessions(
-    rounds: list[tuple[int, int, bool, int, int]], rule: VerificationRule
+    rounds: list[tuple[int, int, int, bool, int, bool]], rule: VerificationRule
 ) -> None:
     """150 drawn histories: verdicts at any moment, drafts kept in part, as a whole and beyond, drafting ahead, rounds
-    without drafts, and lengths that change from round to round. All that was asked for comes."""
+    without drafts, and lengths that change from round to round. A draft that is waited for comes."""
     drafts, prefix = LocalDrafts(model_method(), spec(rule)), TokenPrefix(PROMPT)
-    for steps, kept_length, is_expected, draft_length, ahead in rounds:
+    for draft_length, ahead, steps, is_waited_for, kept_length, is_expected in rounds:
         drafts.commit(prefix, draft_length=draft_length, credit=draft_length + ahead if draft_length else 0)
-        drafts.work(steps)
-        drafted = fresh_draft(spec(rule), prefix.ids, kept_length + 1).ids
-        prefix.extend(drafted[:kept_length])
-        prefix.extend([drafted[kept_length] if is_expected else other_than(drafted[kept_length])])
+        drafts.work(1000 if is_waited_for else steps)
+        expected = fresh_draft(spec(rule), prefix.ids, 7)
+        if is_waited_for and draft_length:
+            draft = drafts.store.find(prefix.digest(), draft_length)
+            assert draft is not None
+            assert draft == expected[: len(draft)]
+            assert draft.ids
+        prefix.extend(expected.ids[:kept_length])
+        prefix.extend([expected.ids[kept_length] if is_expected else other_than(expected.ids[kept_length])])
     draft = next_draft(drafts, prefix, draft_length=3, credit=5)
     assert draft == fresh_draft(spec(rule), prefix.ids, 5)
     assert drafts.failures == []
@@ -196,14 +201,13 @@ async def test_a_drafter_equal_to_its_target_keeps_every_draft_for_200_rounds(
         stats=stats,
     ):
         ids += result.delivery.token_ids
-    assert stats.rounds > 200
-    assert stats.plain_rounds == 1
+    assert stats.num_drafts >= 200
     assert (drafts.stalls, drafts.failures) == (0, [])
     if rule is VerificationRule.REJECTION:
         assert stats.num_rejections <= 4
     else:
         assert stats.num_rejections == 0
-        assert stats.drafted_per_position == stats.accepted_per_position == [200] * 4
+        assert stats.num_accepted_tokens == stats.num_draft_tokens >= 799
         assert ids == target_alone(hashed_logits(VOCAB_SIZE), session_spec, PROMPT, len(ids))
 
 
@@ -362,7 +366,7 @@ def test_a_rejection_between_two_steps_rolls_back_at_once(steps: int) -> None:
     service.tell(commit(A, 5, (3, 90), draft_length=2, credit=2))
     assert [draft_of(event) for event in service.work()] == [(5, (5, 6))]
     rewound = [call for call in method.calls if call[1].startswith("rewind")]
-    assert rewound == ([] if steps == 0 else [("a", f"rewind {3 + min(steps, 1)}")])
+    assert rewound == ([] if steps < 2 else [("a", "rewind 4")])
 
 
 @pytest.mark.parametrize("drafted", [1, 2, 3])
@@ -372,8 +376,9 @@ def test_what_is_drafted_already_is_pushed_when_the_credit_shrinks(drafted: int)
     service.tell(opening(A), commit(A, draft_length=4, credit=4))
     for _ in range(drafted):
         service.step()
-    pushed = [*service.tell(commit(A, draft_length=1, credit=1)), *service.work()]
-    assert [draft_of(event) for event in pushed] == [(3, tuple(range(3, 3 + drafted)))]
+    service.tell(commit(A, draft_length=1, credit=1))
+    service.work()
+    assert [draft_of(event) for event in service.said] == [(3, tuple(range(3, 3 + drafted)))]
 
 
 def test_what_is_drafted_already_is_pushed_after_rounds_without_drafts() -> None:
@@ -383,8 +388,10 @@ def test_what_is_drafted_already_is_pushed_after_rounds_without_drafts() -> None
     service.step()
     service.step()
     service.tell(commit(A, 4, (3,), draft_length=0, credit=0))
-    pushed = [*service.work(), *service.tell(commit(A, 4, draft_length=1, credit=1)), *service.work()]
-    assert [draft_of(event) for event in pushed] == [(4, (4,))]
+    service.work()
+    service.tell(commit(A, 4, draft_length=1, credit=1))
+    service.work()
+    assert [draft_of(event) for event in service.said] == [(4, (4,))]
 
 
 def test_nothing_to_offer_is_said_once_for_each_commit() -> None:
@@ -453,7 +460,7 @@ def test_tokens_beyond_the_context_fail_the_session_alone(is_opening: bool) -> N
 
 
 async def test_text_is_the_targets_when_the_drafter_runs_out_of_context() -> None:
-    """Prompt 30, drafter 32, target 4,096: drafts of 2, then none, and the same tokens throughout (C50)."""
+    """Prompt 30, drafter 32, target 4,096: one draft of one token, then none, and the same text throughout (C50)."""
     prompt = [token_id % VOCAB_SIZE for token_id in range(30)]
     session_spec = spec_of(prompt_length=30, vocab_size=VOCAB_SIZE, rule=VerificationRule.COUPLED)
     drafts = LocalDrafts(model_method(max_context=32), session_spec)
@@ -681,6 +688,5 @@ def test_a_draft_or_word_that_there_is_none_always_comes(rounds: list[tuple[int,
         drafts.commit(prefix, draft_length=draft_length, credit=draft_length + ahead if draft_length else 0)
         drafts.work(steps)
         prefix.extend([token_id])
-        draft = next_draft(drafts, prefix, draft_length=2, credit=2)
-        assert draft is not None
-        assert math.isfinite(len(draft))
+        assert next_draft(drafts, prefix, draft_length=2, credit=2) is not None
+    assert drafts.failures == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.finish import Delivered, OutputTracker, StopConditions
+from orchestrator.finish import Delivered, EndConditions, OutputTracker
 from orchestrator.text import REPLACEMENT_MARK, IncrementalDetokenizer, Tokenizer
 from paceline.errors import InvalidRequest
 from paceline.types import FinishReason
@@ -80,13 +80,13 @@ def track(tracker: OutputTracker, runs: Sequence[Sequence[int]]) -> Answer:
 
 
 def letters(*, max_tokens: int = 100, min_tokens: int = 0, stop: tuple[str, ...] = ()) -> OutputTracker:
-    ends = StopConditions(max_tokens=max_tokens, min_tokens=min_tokens, stop=stop, stop_token_ids=frozenset({STOP}))
+    ends = EndConditions(max_tokens=max_tokens, min_tokens=min_tokens, stop=stop, stop_token_ids=frozenset({STOP}))
     return OutputTracker(LetterDetokenizer(), ends)
 
 
 def words(*words: str, stop: tuple[str, ...], max_tokens: int = 100, min_tokens: int = 0) -> OutputTracker:
     return OutputTracker(
-        WordDetokenizer(*words), StopConditions(max_tokens=max_tokens, min_tokens=min_tokens, stop=stop)
+        WordDetokenizer(*words), EndConditions(max_tokens=max_tokens, min_tokens=min_tokens, stop=stop)
     )
 
 
@@ -191,7 +191,7 @@ def test_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
 @pytest.mark.parametrize("last_id", [0, STOP])
 def test_text_held_back_is_delivered_at_the_end(last_id: int) -> None:
     """An answer that ends by length or stop token ends with what looked like a stop string, once."""
-    ends = StopConditions(max_tokens=2, stop=("END",), stop_token_ids=frozenset({STOP}))
+    ends = EndConditions(max_tokens=2, stop=("END",), stop_token_ids=frozenset({STOP}))
     tracker = OutputTracker(WordDetokenizer("EN"), ends)
     delivered = tracker.accept([0, last_id])
     assert delivered.text == ("EN" if last_id == 0 else "")
@@ -200,7 +200,7 @@ def test_text_held_back_is_delivered_at_the_end(last_id: int) -> None:
 
 def test_stop_string_completed_by_the_last_held_text_is_a_stop() -> None:
     """Text that becomes known only at the end is searched before the reason is given."""
-    tracker = OutputTracker(LateDetokenizer("xEN", "D"), StopConditions(max_tokens=2, stop=("END",)))
+    tracker = OutputTracker(LateDetokenizer("xEN", "D"), EndConditions(max_tokens=2, stop=("END",)))
     assert track(tracker, [[0, 1]]) == Answer("x", (0, 1), 2, FinishReason.STOP)
 
 
@@ -246,7 +246,7 @@ def test_length_ends_an_answer_within_min_tokens() -> None:
 def test_characters_are_never_split_between_rounds(text: str, draft_length: int) -> None:
     """Field case C51: one byte a token, in rounds of 1 to 8 tokens; no piece but the last ends in a mark."""
     ids = list(text.encode())
-    tracker = OutputTracker(IncrementalDetokenizer(BYTE_LEVEL), StopConditions(max_tokens=len(ids) + 1))
+    tracker = OutputTracker(IncrementalDetokenizer(BYTE_LEVEL), EndConditions(max_tokens=len(ids) + 1))
     rounds = [ids[start : start + draft_length + 1] for start in range(0, len(ids), draft_length + 1)]
     pieces = [tracker.accept(round_ids).text for round_ids in rounds]
     assert "".join(pieces) + tracker.finish() == text
@@ -256,15 +256,15 @@ def test_characters_are_never_split_between_rounds(text: str, draft_length: int)
 @pytest.mark.parametrize(
     ("parameter", "build"),
     [
-        ("max_tokens", lambda: StopConditions(max_tokens=0)),
-        ("min_tokens", lambda: StopConditions(max_tokens=8, min_tokens=-1)),
-        ("min_tokens", lambda: StopConditions(max_tokens=3, min_tokens=4)),
-        ("stop", lambda: StopConditions(max_tokens=8, stop=("x",) * 17)),
-        ("stop", lambda: StopConditions(max_tokens=8, stop=("x", ""))),
-        ("stop", lambda: StopConditions(max_tokens=8, stop=("x" * 257,))),
+        ("max_tokens", lambda: EndConditions(max_tokens=0)),
+        ("min_tokens", lambda: EndConditions(max_tokens=8, min_tokens=-1)),
+        ("min_tokens", lambda: EndConditions(max_tokens=3, min_tokens=4)),
+        ("stop", lambda: EndConditions(max_tokens=8, stop=("x",) * 17)),
+        ("stop", lambda: EndConditions(max_tokens=8, stop=("x", ""))),
+        ("stop", lambda: EndConditions(max_tokens=8, stop=("x" * 257,))),
     ],
 )
-def test_conditions_out_of_range_are_refused_by_name(parameter: str, build: Callable[[], StopConditions]) -> None:
+def test_conditions_out_of_range_are_refused_by_name(parameter: str, build: Callable[[], EndConditions]) -> None:
     """The error says which parameter to change."""
     with pytest.raises(InvalidRequest, match=parameter) as refusal:
         build()
@@ -275,7 +275,7 @@ BYTE_LEVEL = Tokenizer(byte_level_tokenizer())
 SENTENCEPIECE = Tokenizer(sentencepiece_tokenizer())
 
 
-def expected_answer(tokenizer: Tokenizer, ids: Sequence[int], ends: StopConditions) -> Answer:
+def expected_answer(tokenizer: Tokenizer, ids: Sequence[int], ends: EndConditions) -> Answer:
     """The definition: decode everything again behind each token, and look for what ends the answer there."""
     exempt_length = 0
     for length, token_id in enumerate(ids, start=1):
@@ -305,7 +305,7 @@ def test_any_split_into_rounds_gives_the_answer_of_the_definition(tokenizer: Tok
     """500 drawn answers a tokenizer, with stop strings, stop tokens and limits: exact, so no failure is by chance."""
     usual = st.sampled_from([*b"aaabbb\n\xf0\x9f\x98\x80", tokenizer.vocab_size - 2])
     ids = data.draw(st.lists(usual | st.integers(0, tokenizer.vocab_size), min_size=1, max_size=24))
-    ends = StopConditions(
+    ends = EndConditions(
         max_tokens=data.draw(st.integers(10, 30)),
         min_tokens=data.draw(st.integers(0, 4)),
         stop=tuple(data.draw(st.lists(st.text("ab\n😀", min_size=1, max_size=4), max_size=3))),

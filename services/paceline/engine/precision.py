@@ -5,7 +5,6 @@ Knows nothing of models: the probe multiplies matrices of the shapes that decodi
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ TimeMatmul = Callable[[torch.dtype, int, torch.device], float]
 
 PROBE_ROWS = (1, 4, 8)  # one token, and the blocks that verification feeds
 MIN_SPEEDUP = 1.2  # below it bfloat16 is not worth its lost bits, and the choice would hang on noise
-_REPEATS = 7
+_REPEATS = 15
 _CPU_SHAPE = (2048, 1024)
 _ACCELERATOR_SHAPE = (8192, 8192)  # small ones would measure the launch, not the arithmetic
 
@@ -26,7 +25,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def time_matmul(dtype: torch.dtype, rows: int, device: torch.device) -> float:
-    """Median seconds of `[rows, in] @ [in, out]` on `device`, with the threads torch has now."""
+    """Fewest seconds that `[rows, in] @ [in, out]` took on `device`, with the threads torch has now.
+
+    The fewest, since whatever else the machine is doing can only add to them.
+    """
     out_features, in_features = _CPU_SHAPE if device.type == "cpu" else _ACCELERATOR_SHAPE
     weight = torch.ones(out_features, in_features, dtype=dtype, device=device)
     inputs = torch.ones(rows, in_features, dtype=dtype, device=device)
@@ -37,7 +39,7 @@ def time_matmul(dtype: torch.dtype, rows: int, device: torch.device) -> float:
         return time.perf_counter() - started
 
     multiply()  # the first one also chooses and prepares a kernel
-    return statistics.median(multiply() for _ in range(_REPEATS))
+    return min(multiply() for _ in range(_REPEATS))
 
 
 def choose_dtype(requested: str, device: torch.device | str, *, time_matmul: TimeMatmul = time_matmul) -> torch.dtype:
