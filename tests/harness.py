@@ -22,8 +22,12 @@ from paceline.generation import (
     StopConditions,
 )
 from paceline.process import Lifetime, Serve
+from paceline.rpc import open_channel
 from paceline.settings import DrafterSettings, OrchestratorSettings, TargetSettings
 from paceline.types import ModelInfo, SamplingParams, VerificationRule
+from paceline.v1.drafter_service_pb2_grpc import DrafterServiceStub
+from paceline.v1.session_pb2 import LoadReport
+from paceline.v1.target_service_pb2_grpc import TargetServiceStub
 from target_service.app import serve_target
 from tests.fakes import fake_info
 
@@ -52,7 +56,8 @@ class Running:
 async def start(serve: Serve) -> Running:
     lifetime = Lifetime()
     task = asyncio.ensure_future(_as_coroutine(serve, lifetime))
-    done, _ = await asyncio.wait({task, lifetime.address}, timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+    both: set[asyncio.Future[Any]] = {task, lifetime.address}
+    done, _ = await asyncio.wait(both, timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
     if task in done:
         await task
     assert lifetime.address in done, "the service did not start in time"
@@ -128,6 +133,34 @@ class System:
     drafter: Running | None
     orchestrator: Running
     client: GenerationClient
+
+    async def loads(self) -> list[LoadReport]:
+        """What target and drafter say of themselves once they hold no session, or after a while if they do."""
+        assert self.drafter is not None
+        return [
+            await _settled_load(self.target.address, "target"),
+            await _settled_load(self.drafter.address, "drafter"),
+        ]
+
+
+async def _settled_load(address: str, kind: str) -> LoadReport:
+    """Connect again until the greeting heartbeat reports no session; bounded at ten seconds."""
+    load = LoadReport()
+    for _ in range(100):
+        load = await _greeting(address, kind)
+        if load.sessions == 0:
+            break
+        await asyncio.sleep(0.1)
+    return load
+
+
+async def _greeting(address: str, kind: str) -> LoadReport:
+    async with open_channel(address) as channel:
+        call = TargetServiceStub(channel).Verify() if kind == "target" else DrafterServiceStub(channel).Draft()
+        message = await call.read()
+        call.cancel()
+        load: LoadReport = message.events[0].load
+        return load
 
 
 def request(

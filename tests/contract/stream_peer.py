@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -187,14 +186,6 @@ def assert_is_sentence(message: str) -> None:
     """Written for a person: several words, an end, and nothing that only a programmer would say."""
     assert re.fullmatch(r"[^\n]+\S+( \S+){3,}[^\n]*[.)]", message), message
     assert not re.search(r"Traceback|Error\b|Exception|object at 0x", message), message
-
-
-async def within_limit(condition: Callable[[], bool], *, limit_s: float = LIMIT_S) -> None:
-    """Wait until the condition holds."""
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never became true"
-        await asyncio.sleep(0.01)
 
 
 BAD_SAMPLING: list[tuple[str, Any]] = [

@@ -319,6 +319,45 @@ async def test_stop_token_ids_among_the_sampling_parameters_are_not_ignored(peer
 
 
 @shared
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 100.0},
+        {"temperature": 5e-324},
+        {"temperature": 5e-324, "top_k": 2},
+        {"temperature": 5e-324, "top_p": 0.5},
+        {"temperature": 1e-40, "min_p": 0.5},
+        {"top_k": 2**32 - 1},
+        {"top_p": 5e-324},
+        {"min_p": 0.9999999999999999},
+        {"repetition_penalty": 5e-324},
+        {"repetition_penalty": 100.0, "presence_penalty": 100.0, "frequency_penalty": -100.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", [session_pb.VERIFICATION_RULE_REJECTION, session_pb.VERIFICATION_RULE_COUPLED])
+async def test_sampling_value_at_the_end_of_its_range_is_answered_or_refused_by_name(
+    peers: Peers, parameters: dict[str, Any], rule: session_pb.VerificationRule
+) -> None:
+    """No legal value makes a row of the model unusable, least of all the target as a whole."""
+    services, channel = peers
+    # All tokens of the vocabulary have been seen, so that penalties meet the best one.
+    asked = message(
+        token_ids=session_pb.TokenIds(ids=range(VOCAB)),
+        sampling=sampling_with(**parameters),
+        speculation=generation_pb.SpeculationOptions(rule=rule),
+    )
+    call = GenerationServiceStub(channel).Generate(asked, timeout=LIMIT_S)
+    try:
+        events = [response.WhichOneof("event") async for response in call]
+    except grpc.aio.AioRpcError:
+        assert (await refusal_of(channel, asked)).fields[0] in parameters
+    else:
+        assert events[-1] == "finished"
+    assert (await services.client.complete(greedy(3))).token_ids == counted(3)
+
+
+@shared
 @pytest.mark.parametrize("length", [MAX_CONTEXT, MAX_CONTEXT + 1, 5000])
 async def test_prompt_beyond_the_context_is_refused(peers: Peers, length: int) -> None:
     """OUT_OF_RANGE with the reason CONTEXT_TOO_LONG and both lengths; one token less is answered."""
@@ -696,9 +735,13 @@ async def test_server_info_names_both_models(tokenizer: str) -> None:
         assert (info.speculation.rule, info.speculation.draft_length) == (VerificationRule.REJECTION, 3)
         await killed(services.target)
         with pytest.raises(TargetUnavailable):
-            async with asyncio.timeout(LIMIT_S):
-                while True:
-                    await services.client.server_info()
+            await info_for_ever(services.client)
+
+
+async def info_for_ever(client: GenerationClient) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            await client.server_info()
 
 
 async def test_health_says_serving_then_not_serving(tokenizer: str) -> None:
@@ -708,9 +751,9 @@ async def test_health_says_serving_then_not_serving(tokenizer: str) -> None:
             assert await health_of(services.orchestrator.address, name) == "SERVING"
         async with in_mid_answer(services.client, greedy(LONG)) as events:
             services.orchestrator.lifetime.stop()
-            # The next round comes behind the drain's beginning.
-            assert isinstance(await anext(events), Delta)
-            assert await health_of(services.orchestrator.address, SERVICE_NAME) == "NOT_SERVING"
+            async with asyncio.timeout(LIMIT_S):
+                while await health_of(services.orchestrator.address, SERVICE_NAME) != "NOT_SERVING":
+                    pass
             assert isinstance(await anext(events), Delta)
         async with asyncio.timeout(LIMIT_S):
             await services.orchestrator.task

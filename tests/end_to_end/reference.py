@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.engine.checkpoint import without_progress_bars
 
@@ -21,7 +21,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         with without_progress_bars():
-            self._network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            self._network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def generate(self, prompt: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
         """Greedy continuation; stops at the model's end token, which is part of it."""

@@ -11,6 +11,7 @@ the fixed seeds used here the outcome under `coupled` never changes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def answers(stack: LocalStack, folder: Path, *, rule: str, schedule: str, count:
 def transition_counts(sequences: list[list[int]]) -> Tensor:  # [last token, next token]
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
     for sequence in sequences:
-        for last, following in zip(sequence, sequence[1:], strict=False):
+        for last, following in itertools.pairwise(sequence):
             counts[last, following] += 1
     return counts
 
