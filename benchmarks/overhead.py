@@ -27,12 +27,11 @@ from paceline.client import GenerationClient
 from paceline.generation import (
     Delta,
     GenerationRequest,
-    SamplingParams,
     Schedule,
     SpeculationOptions,
     StopConditions,
 )
-from paceline.types import VerificationRule
+from paceline.types import SamplingParams, VerificationRule
 from tests.checkpoints import word_tokenizer
 
 LIMIT_MS = 1.5

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from paceline.engine.model import CausalModel, KVCache
+from paceline.engine.model import CausalModel
 from paceline.model_service import run_model_service, use_threads
 from paceline.process import Lifetime, Serve, run_service
 from paceline.sessions import SessionTable
@@ -37,9 +37,9 @@ def prepare(settings: TargetSettings) -> Serve:
     return lambda lifetime: serve_target(lifetime, settings, model, info)
 
 
-async def serve_target(lifetime: Lifetime, settings: TargetSettings, model: Model[KVCache], info: ModelInfo) -> None:
+async def serve_target(lifetime: Lifetime, settings: TargetSettings, model: Model[Any], info: ModelInfo) -> None:
     """Serve any model behind the narrow interface; tests and benchmarks pass fakes."""
-    sessions = SessionTable[TargetSession[KVCache]](
+    sessions = SessionTable[TargetSession[Any]](
         max_sessions=settings.max_sessions, idle_ttl_s=settings.session_idle_ttl_s
     )
     await run_model_service(

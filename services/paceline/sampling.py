@@ -348,12 +348,13 @@ def truncate_to_top(
 ) -> SparseDistribution:
     """The most probable entries, rounded to float16, so that the wire carries exactly what is drawn from.
 
-    Entries that float16 cannot hold as normal numbers (below 2**-14 of the kept mass) are dropped.
+    Entries that float16 cannot hold as normal numbers (below 2**-14 of the leaders' mass) are dropped, and what is left
+    adds up to 1 but for the rounding.
     """
     leading, ids = _highest(log_probs, max_entries)
-    probs = leading.softmax(0).half().float()
+    probs = leading.softmax(0)
     is_kept = probs >= min(_SMALLEST_NORMAL_HALF, float(probs[0]))
-    return SparseDistribution(ids[is_kept], probs[is_kept])
+    return SparseDistribution(ids[is_kept], leading[is_kept].softmax(0).half().float())
 
 
 def draw_draft_token(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from paceline.engine.checkpoint import without_progress_bars
 
@@ -21,7 +22,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         with without_progress_bars():
-            self._network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            self._network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def generate(self, prompt: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
         """Greedy continuation; stops at the model's end token, which is part of it."""

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 
 from paceline.errors import PacelineError
-from paceline.generation import Completion, FinishReason, GenerationRequest, Schedule
+from paceline.generation import Completion, GenerationRequest, Schedule
 from paceline.process import Serve
-from paceline.types import SamplingParams, VerificationRule
+from paceline.types import FinishReason, SamplingParams, VerificationRule
 from tests.checkpoints import save_tiny_checkpoint
 from tests.end_to_end import systems
 from tests.fakes import FakeModel, fake_info
