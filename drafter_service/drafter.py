@@ -208,7 +208,7 @@ class Drafter(Generic[StateT]):
                 case Open():
                     return self._open(command)
                 case Commit():
-                    self._commit(command)
+                    return self._commit(command)
                 case Close():
                     self._let_go(command.address)
         except PacelineError as error:
@@ -264,20 +264,23 @@ class Drafter(Generic[StateT]):
         session = DraftSession(command.spec, command.committed_ids)
         return Entry(session, self._method.open(session))
 
-    def _commit(self, command: Commit) -> None:
+    def _commit(self, command: Commit) -> Sequence[DrafterEvent]:
         held = self._sessions.use(command.address)
         if held is None:
-            return
+            return []
         session = held.state.session
         if command.base_length < session.committed_length:
             self._sessions.count_stale()
-            return
+            return []
         self._require_room(command.base_length)
         before = len(session.prefix)
         unchanged = session.commit(command, self._method.max_context)
         if unchanged < before:
             self._method.rewind(held.state.state, unchanged)
         self._requeue(held)
+        # With less credit than before, no step may follow that would push what is drafted already.
+        drafted = session.take_draft()
+        return [Event(command.address, drafted)] if drafted else []
 
     def _require_room(self, length: int) -> None:
         if length > self._method.max_context:

@@ -50,7 +50,7 @@ async def serve_orchestrator(lifetime: Lifetime, settings: OrchestratorSettings)
         if settings.drafter is not None:
             drafter = DrafterClient(settings.drafter, target_info=target_info, silence_limit_s=settings.silence_limit_s)
             await connections.enter_async_context(_kept_connected(drafter, lifetime))
-            if not await drafter.wait_connected(settings.connect_timeout_s):
+            if not await drafter.wait_connected(settings.drafter_timeout_s):
                 # A drafter is optional at any time: sessions go on without it, and use it when it comes.
                 logger.warning("no drafter answers yet", address=settings.drafter)
         metrics.stale_items.set_function(lambda: target.stale_items + (drafter.stale_items if drafter else 0))

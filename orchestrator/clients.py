@@ -409,8 +409,11 @@ class RemoteDrafts:
     async def draft(self, prefix: TokenPrefix, max_length: int) -> Draft | None:
         """The drafter's draft; empty if it has nothing to offer, None if it is gone or late."""
         draft = self._store.find(prefix.digest(), max_length)
-        if draft is not None or not self.is_available:
+        if draft is not None:
+            self._misses = self._rounds_to_skip = 0
             return draft
+        if not self.is_available:
+            return None
         if self._rounds_to_skip:
             self._rounds_to_skip -= 1
             return None

@@ -11,7 +11,7 @@ from paceline.rpc import Context, mapped_errors
 from paceline.sessions import Address, Close, Open
 from paceline.streams import PeerStreams
 from paceline.telemetry import ServiceMetrics
-from paceline.types import ModelInfo
+from paceline.types import MAX_DRAFT_LENGTH, ModelInfo, SessionSpec
 from paceline.v1 import session_pb2 as session_pb
 from paceline.v1 import target_service_pb2 as target_pb
 from paceline.v1 import target_service_pb2_grpc as target_grpc
@@ -70,6 +70,7 @@ class TargetServicer(target_grpc.TargetServiceServicer):
         match item.WhichOneof("command"):
             case "open":
                 spec, ids = open_from_proto(item.session_id, item.open, vocab_size=self._info.vocab_size)
+                self._require_own_vocabulary(spec)
                 self._submit(Open(address, spec, ids))
             case "verify":
                 self._submit(_judge_command(address, item.verify, vocab_size=self._info.vocab_size))
@@ -77,6 +78,13 @@ class TargetServicer(target_grpc.TargetServiceServicer):
                 self._submit(Close(address))
             case _:
                 raise PayloadInvalid("The item holds no command; send open, verify or close.")
+
+    def _require_own_vocabulary(self, spec: SessionSpec) -> None:
+        if spec.vocab_size != self._info.vocab_size:
+            raise PayloadInvalid(
+                f"The session is over {spec.vocab_size} tokens, but this target has {self._info.vocab_size}; "
+                "ask the target for its vocabulary."
+            )
 
     def _to_proto(self, event: TargetEvent) -> target_pb.TargetEvent:
         if isinstance(event.outcome, PacelineError):
@@ -89,7 +97,9 @@ class TargetServicer(target_grpc.TargetServiceServicer):
 
 
 def _judge_command(address: Address, message: target_pb.VerifyDraft, *, vocab_size: int) -> Judge:
-    draft = draft_from_proto(message.draft_ids, message.draft_distributions, vocab_size=vocab_size)
+    draft = draft_from_proto(
+        message.draft_ids, message.draft_distributions, vocab_size=vocab_size, max_length=MAX_DRAFT_LENGTH
+    )
     rows = tuple(unpack_distribution(row, vocab_size=vocab_size) for row in draft.distributions)
     now_s = time.monotonic()
     return Judge(

@@ -22,6 +22,7 @@ from paceline.errors import InvalidRequest
 
 MAX_SEED = 2**64 - 1
 MAX_DRAFT_LENGTH = 64  # tokens of one draft
+MAX_VOCAB_SIZE = 2**22  # tokens; far beyond any model, and few enough to pad a row to
 MAX_CREDIT = 2 * MAX_DRAFT_LENGTH + 1  # tokens drafted beyond the committed ones
 
 

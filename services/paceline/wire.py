@@ -20,7 +20,8 @@ from paceline.errors import (
     StaleEpoch,
 )
 from paceline.types import (
-    MAX_DRAFT_LENGTH,
+    MAX_CREDIT,
+    MAX_VOCAB_SIZE,
     Draft,
     ModelInfo,
     Proposal,
@@ -134,8 +135,11 @@ def open_from_proto(
             f"A session of {len(message.committed_ids)} tokens cannot have a prompt of {message.prompt_length}; "
             "it needs at least one prompt token."
         )
-    if message.vocab_size == 0:
-        raise PayloadInvalid("The session must say how large the target's vocabulary is.")
+    if not 0 < message.vocab_size <= MAX_VOCAB_SIZE:
+        raise PayloadInvalid(
+            f"The session must say how large the target's vocabulary is, from 1 to {MAX_VOCAB_SIZE}, "
+            f"not {message.vocab_size}."
+        )
     try:
         sampling = sampling_from_proto(message.sampling)
         sampling.check_vocabulary(message.vocab_size)
@@ -212,10 +216,15 @@ def proposal_from_proto(message: drafter_pb.Proposal, *, vocab_size: int) -> Pro
     )
 
 
-def draft_from_proto(ids: Sequence[int], distributions: Sequence[bytes], *, vocab_size: int) -> Draft:
-    """Raises `PayloadInvalid` for ids outside the vocabulary or a wrong number of distributions."""
-    if len(ids) > 2 * MAX_DRAFT_LENGTH:
-        raise PayloadInvalid(f"A draft holds at most {2 * MAX_DRAFT_LENGTH} tokens, not {len(ids)}.")
+def draft_from_proto(
+    ids: Sequence[int], distributions: Sequence[bytes], *, vocab_size: int, max_length: int = MAX_CREDIT
+) -> Draft:
+    """Raises `PayloadInvalid` for ids outside the vocabulary, too many of them, or a wrong number of distributions.
+
+    A proposal may be as long as the credit is; what is sent on to be verified is at most one draft.
+    """
+    if len(ids) > max_length:
+        raise PayloadInvalid(f"A draft holds at most {max_length} tokens here, not {len(ids)}.")
     if len(distributions) not in (0, len(ids)):
         raise PayloadInvalid(f"A draft of {len(ids)} tokens cannot carry {len(distributions)} distributions.")
     return Draft(check_ids(ids, vocab_size=vocab_size, what="The draft tokens"), tuple(distributions))

@@ -450,7 +450,7 @@ def bench() -> Iterator[Bench]:
 def test_whatever_the_items_say_only_typed_errors_come_out(
     bench: Bench, items: list[drafter_pb.DrafterCommand]
 ) -> None:
-    """300 batches of up to 6 items: drafts or typed failures, and the neighbour's draft every time."""
+    """300 batches of up to 6 items, the same each time: drafts or typed failures, and the neighbour's draft every time."""
     for event in bench.run(lambda peer, prefix: answers_to(items, peer, prefix)):
         if event.WhichOneof("event") == "failed":
             assert event.failed.reason in REASONS
@@ -485,7 +485,7 @@ damaged_messages = st.builds(
 @given(message=st.binary(max_size=60) | damaged_messages)
 @settings(max_examples=100, deadline=None, derandomize=True, phases=NO_SHRINKING)
 def test_whatever_the_bytes_are_only_their_own_stream_may_end(bench: Bench, message: bytes) -> None:
-    """100 messages of random or damaged bytes: a plain status that tells nothing of the code; the other stream goes on."""
+    """100 messages of random or damaged bytes, the same each time: a plain status that tells nothing of the code; the other stream goes on."""
     with capture_logs():
         code, details = bench.status_of(DRAFT, message)
     assert code in {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT}

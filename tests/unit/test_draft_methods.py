@@ -71,7 +71,9 @@ class ModelDrafting:
         return token
 
     def commit(self, kept_length: int, next_token: int) -> None:
-        self.method.rewind(self.state, self.view.commit(kept_length, next_token))
+        fed_length, unchanged = self.state.cache.length, self.view.commit(kept_length, next_token)
+        self.method.rewind(self.state, unchanged)
+        assert self.state.cache.length == min(fed_length, unchanged), "all that is still right is kept"
 
 
 def spec(rule: VerificationRule) -> SessionSpec:

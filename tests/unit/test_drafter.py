@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -63,9 +64,12 @@ def spec(rule: VerificationRule) -> SessionSpec:
     return spec_of(prompt_length=len(PROMPT), vocab_size=VOCAB_SIZE, rule=rule, sampling=sampling)
 
 
-def model_method(*, max_context: int = 4096) -> DraftModelMethod[FakeCache]:
-    model = FakeModel(hashed_logits(VOCAB_SIZE), vocab_size=VOCAB_SIZE, max_context=max_context)
-    return DraftModelMethod[FakeCache](model, distribution_entries=64)
+def fake_model(*, max_context: int = 4096) -> FakeModel:
+    return FakeModel(hashed_logits(VOCAB_SIZE), vocab_size=VOCAB_SIZE, max_context=max_context)
+
+
+def model_method(model: FakeModel | None = None) -> DraftModelMethod[FakeCache]:
+    return DraftModelMethod[FakeCache](model or fake_model(), distribution_entries=64)
 
 
 def lookup_method() -> NgramMethod:
@@ -105,29 +109,34 @@ def test_after_every_outcome_the_next_draft_is_a_fresh_sessions(
 ) -> None:
     """For each kept length, with a next token that the drafter had drafted itself and with another one (C30, C42).
 
-    Pipelined, the drafter has used up its credit before it learns of the outcome.
+    Pipelined, the drafter has gone three tokens further before it learns of the outcome. Its cache keeps all that is
+    still right: the committed tokens but the last, and after a draft that was kept whole the one before it is fed too.
     """
-    credit = 2 * draft_length + 1 if is_pipelined else draft_length
+    credit = draft_length + 3 if is_pipelined else draft_length
     drafted = fresh_draft(spec(rule), PROMPT, draft_length + 1).ids
     for kept_length in range(draft_length + 1):
         for next_token in (drafted[kept_length], other_than(drafted[kept_length])):
-            drafts, prefix = LocalDrafts(model_method(), spec(rule)), TokenPrefix(PROMPT)
+            model = fake_model()
+            drafts, prefix = LocalDrafts(model_method(model), spec(rule)), TokenPrefix(PROMPT)
             first = next_draft(drafts, prefix, draft_length=draft_length, credit=credit)
             assert first is not None
             assert first.ids[: draft_length + 1] == drafted[: min(credit, draft_length + 1)]
             prefix.extend((*drafted[:kept_length], next_token))
+            steps = model.steps
             second = next_draft(drafts, prefix, draft_length=draft_length, credit=credit)
             assert second == fresh_draft(spec(rule), prefix.ids, credit)
+            fed_length = len(PROMPT) + credit - 1
+            agrees_throughout = first.ids[kept_length : kept_length + 1] == (next_token,)
+            expected = fed_length if agrees_throughout else min(fed_length, len(prefix) - 1)
+            assert model.lengths_before_step[steps] == expected
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_without_a_draft_still_feed_the_drafter(rule: VerificationRule) -> None:
     """Draft lengths 3, 0, 0, 3: before the last the cache holds the committed tokens but one, and its draft is a fresh
     session's (C32)."""
-    method = model_method()
-    model = method._model
-    assert isinstance(model, FakeModel)
-    drafts, prefix = LocalDrafts(method, spec(rule)), TokenPrefix(PROMPT)
+    model = fake_model()
+    drafts, prefix = LocalDrafts(model_method(model), spec(rule)), TokenPrefix(PROMPT)
     for draft_length, committed in ((3, (7, 7)), (0, (8,)), (0, (9,))):
         next_draft(drafts, prefix, draft_length=draft_length, credit=draft_length)
         prefix.extend(committed)
@@ -183,32 +192,37 @@ async def test_a_drafter_equal_to_its_target_keeps_every_draft_for_200_rounds(
 ) -> None:
     """However far ahead of the verdicts it gets (C30).
 
-    Under `rejection` the row travels in float16, so each of the 800 drafts is refused with a probability of at most
-    2**-12; more than 4 refusals would be a false alarm with odds below 1e-5.
+    Under `rejection` the row travels in float16, so each of the 400 draft tokens is refused with a probability of at
+    most 2**-12; more than 3 refusals would be a false alarm with odds below 1e-5.
     """
     session_spec = spec(rule)
-    model = FakeModel(hashed_logits(VOCAB_SIZE), vocab_size=VOCAB_SIZE)
-    drafts = LocalDrafts(DraftModelMethod[FakeCache](model, distribution_entries=64), session_spec)
+    model = fake_model()
+    drafts = LocalDrafts(model_method(model), session_spec)
     target = LocalTarget(model, session_spec, meanwhile=lambda: drafts.work(steps_meanwhile))
     stats, ids = SpeculationStats(), list[int]()
     async for result in run_session(
         session_spec,
         PROMPT,
-        SpeculationPlan(schedule=schedule, draft_length=4),
+        SpeculationPlan(schedule=schedule, draft_length=2),
         target=target,
         drafts=drafts,
-        output=CountingOutput(1 + 200 * 5),
+        output=CountingOutput(1 + 201 * 3),
         stats=stats,
     ):
         ids += result.delivery.token_ids
     assert stats.num_drafts >= 200
     assert (drafts.stalls, drafts.failures) == (0, [])
     if rule is VerificationRule.REJECTION:
-        assert stats.num_rejections <= 4
+        assert stats.num_rejections <= 3
     else:
         assert stats.num_rejections == 0
-        assert stats.num_accepted_tokens == stats.num_draft_tokens >= 799
-        assert ids == target_alone(hashed_logits(VOCAB_SIZE), session_spec, PROMPT, len(ids))
+        assert stats.num_accepted_tokens == stats.num_draft_tokens >= 400
+        assert ids == text_alone(rule)
+
+
+@cache
+def text_alone(rule: VerificationRule) -> list[int]:
+    return target_alone(hashed_logits(VOCAB_SIZE), spec(rule), PROMPT, 1 + 201 * 3)
 
 
 # ---- how far, and what is pushed when -------------------------------------------------------------------------------
@@ -436,7 +450,10 @@ def test_committed_and_drafted_tokens_never_exceed_the_context(prompt_length: in
 
     The fake model itself refuses to hold more than its context.
     """
-    drafts, prefix = LocalDrafts(model_method(max_context=32), spec(VerificationRule.COUPLED)), TokenPrefix()
+    drafts, prefix = (
+        LocalDrafts(model_method(fake_model(max_context=32)), spec(VerificationRule.COUPLED)),
+        TokenPrefix(),
+    )
     prefix.extend([token_id % VOCAB_SIZE for token_id in range(prompt_length)])
     while len(prefix) <= 32:
         draft = next_draft(drafts, prefix, draft_length=4, credit=9)
@@ -463,8 +480,8 @@ async def test_text_is_the_targets_when_the_drafter_runs_out_of_context() -> Non
     """Prompt 30, drafter 32, target 4,096: one draft of one token, then none, and the same text throughout (C50)."""
     prompt = [token_id % VOCAB_SIZE for token_id in range(30)]
     session_spec = spec_of(prompt_length=30, vocab_size=VOCAB_SIZE, rule=VerificationRule.COUPLED)
-    drafts = LocalDrafts(model_method(max_context=32), session_spec)
-    target = LocalTarget(FakeModel(hashed_logits(VOCAB_SIZE), vocab_size=VOCAB_SIZE), session_spec)
+    drafts = LocalDrafts(model_method(fake_model(max_context=32)), session_spec)
+    target = LocalTarget(fake_model(), session_spec)
     stats, ids = SpeculationStats(), list[int]()
     async for result in run_session(
         session_spec,
@@ -517,8 +534,8 @@ def test_sessions_that_wait_are_served_in_turn_draft_by_draft() -> None:
 
 def test_each_step_is_at_most_one_model_step() -> None:
     """Commands can be applied between any two of them."""
-    model = FakeModel(hashed_logits(VOCAB_SIZE), vocab_size=VOCAB_SIZE)
-    drafts = LocalDrafts(DraftModelMethod[FakeCache](model, distribution_entries=4), spec(VerificationRule.COUPLED))
+    model = fake_model()
+    drafts = LocalDrafts(model_method(model), spec(VerificationRule.COUPLED))
     drafts.commit(TokenPrefix(PROMPT), draft_length=4, credit=9)
     steps = [0]
     while drafts.drafter.has_work():

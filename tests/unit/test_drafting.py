@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from orchestrator.clients import RemoteDrafts
 from orchestrator.drafting import DraftsWithFallback, NoDrafts
 from orchestrator.loop import OfferedDraft
+from paceline.errors import LengthMismatch, PacelineError, PayloadInvalid, QueueFull
 from paceline.lookup.ngram import NgramIndex
 from paceline.prefix import TokenPrefix
 from paceline.types import Draft
+from paceline.v1 import drafter_service_pb2 as drafter_pb
+from paceline.wire import failure_to_proto
+from tests.fakes import FakeModel, fake_info, hashed_logits, spec_of
 
 PERIODIC = TokenPrefix((7, 8, 9, 7, 8))
 NEW = TokenPrefix((1, 2, 3, 4))
@@ -92,3 +98,90 @@ async def test_the_drafter_hears_of_every_commit_and_answers_for_what_is_there()
     assert remote.heard == [("commit", 5, 4, 8), ("draft", 5, 3, 0)]
     assert drafts.continues(4)
     assert not drafts.continues(PERIODIC.digest())
+
+
+# ---- the session at the drafter service -----------------------------------------------------------------------------
+
+
+@dataclass
+class FakeClient:
+    """A connection to a drafter; notes what is sent on it, or takes no more."""
+
+    is_full: bool = False
+    sent: list[drafter_pb.DrafterCommand] = field(default_factory=list)
+    connection: int = 1
+    is_connected: bool = True
+    stale_items: int = 0
+    info = fake_info(FakeModel(hashed_logits(10), vocab_size=10))
+
+    def send(self, command: drafter_pb.DrafterCommand) -> None:
+        if self.is_full:
+            raise QueueFull("The peer does not read its stream.")
+        self.sent.append(command)
+
+    @property
+    def kinds(self) -> list[tuple[str | None, int]]:
+        return [(command.WhichOneof("command"), command.epoch) for command in self.sent]
+
+
+def remote_drafts(client: Any) -> RemoteDrafts:
+    return RemoteDrafts(client, spec_of(prompt_length=4, vocab_size=10), draft_deadline_s=0.01)
+
+
+def failed(error: PacelineError, *, epoch: int = 1) -> drafter_pb.DrafterEvent:
+    return drafter_pb.DrafterEvent(session_id="session", epoch=epoch, failed=failure_to_proto(error))
+
+
+def proposed(*ids: int, epoch: int = 1) -> drafter_pb.DrafterEvent:
+    proposal = drafter_pb.Proposal(base_length=len(NEW), prefix_digest=NEW.digest(), draft_ids=ids)
+    return drafter_pb.DrafterEvent(session_id="session", epoch=epoch, proposal=proposal)
+
+
+async def test_a_draft_that_is_there_is_given_at_once() -> None:
+    """And what continues it is known to be there; one of an older epoch is dropped and counted."""
+    client = FakeClient()
+    drafts = remote_drafts(client)
+    drafts.commit(NEW, draft_length=2, credit=4)
+    drafts.on_event(proposed(9, epoch=0))
+    drafts.on_event(proposed(5, 6, 7))
+    assert await drafts.draft(NEW, 2) == Draft((5, 6))
+    assert drafts.continues(TokenPrefix((*NEW.ids, 5, 6)).digest())
+    assert client.stale_items == 1
+    assert client.kinds == [("open", 1), ("commit", 1)]
+
+
+async def test_a_session_that_the_drafter_lost_is_opened_again_from_its_tokens() -> None:
+    """Under a higher epoch, with the next commit; until then nobody waits for it. After several times it is left."""
+    client, prefix = FakeClient(), TokenPrefix(NEW.ids)
+    drafts = remote_drafts(client)
+    for epoch in (1, 2, 3, 4):
+        drafts.commit(prefix, draft_length=2, credit=4)
+        assert client.kinds[-2:] == [("open", epoch), ("commit", epoch)]
+        assert list(client.sent[-2].open.committed_ids) == list(prefix.ids)
+        drafts.on_event(failed(LengthMismatch("Open it again."), epoch=epoch))
+        assert await drafts.draft(prefix, 2) is None
+        prefix.extend([epoch])
+    sent = len(client.sent)
+    drafts.commit(prefix, draft_length=2, credit=4)
+    assert [kind for kind, _ in client.kinds[sent:]] in ([], ["close"])
+
+
+@pytest.mark.parametrize("event", [proposed(10), failed(PayloadInvalid("The committed tokens hold the id 10."))])
+async def test_a_session_that_is_given_up_is_closed_at_the_drafter(event: drafter_pb.DrafterEvent) -> None:
+    """It would hold its memory there, and go on drafting, until it has idled too long."""
+    client = FakeClient()
+    drafts = remote_drafts(client)
+    drafts.commit(NEW, draft_length=2, credit=4)
+    drafts.on_event(event)
+    assert await drafts.draft(NEW, 2) is None
+    drafts.close()
+    assert client.kinds == [("open", 1), ("commit", 1), ("close", 1)]
+
+
+async def test_a_drafter_that_does_not_read_never_fails_a_session() -> None:
+    """The queue to it is full: that costs drafts, not the answer."""
+    client = FakeClient(is_full=True)
+    drafts = remote_drafts(client)
+    drafts.commit(NEW, draft_length=2, credit=4)
+    assert await drafts.draft(NEW, 2) is None
+    drafts.close()

@@ -679,9 +679,9 @@ async def test_the_answers_follow_the_targets_law(schedule: Schedule, draft_leng
 
 @pytest.mark.parametrize("kind", [NextDraftPeekers, DraftPeekers])
 async def test_the_law_test_sees_a_choice_by_value(kind: type[LocalDrafts]) -> None:
-    """Planted: whether the bonus is emitted, or a draft is used at all, depends on the value of a drawn token. 2,000
+    """Planted: whether the bonus is emitted, or a draft is used at all, depends on the value of a drawn token. 3,000
     tokens show it."""
-    answers = await markov_answers(kind, draft_length=1, fewest_steps=4, sessions=SESSIONS // 3)
+    answers = await markov_answers(kind, draft_length=1, fewest_steps=4, sessions=SESSIONS // 2)
     assert p_value(answers, known=1) < SIGNIFICANCE / 100
 
 
