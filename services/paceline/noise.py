@@ -11,7 +11,6 @@ Knows nothing of distributions or drafts. Test vectors: `tests/vectors/noise.jso
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
 
@@ -45,11 +44,9 @@ def uniform(seed: int, position: int, purpose: Purpose, index: int = 0) -> float
     return _numerator(hashed(seed, position, purpose, index)) * 2.0**-53
 
 
-def gumbels(seed: int, position: int, indices: Iterable[int]) -> list[float]:
-    """Standard Gumbel noise `-log(-log u)` of TARGET_SAMPLE at some vocabulary entries; the same bits on every host."""
-    key = _stream_key(seed, position, Purpose.TARGET_SAMPLE)
-    uniforms = (_numerator(_mixed(key + index * _INCREMENT)) * 2.0**-53 for index in indices)
-    return [-reproducible_log(-reproducible_log(number)) for number in uniforms]
+def gumbel(seed: int, position: int, index: int) -> float:
+    """Standard Gumbel noise `-log(-log u)` of TARGET_SAMPLE at one vocabulary entry; the same bits on every host."""
+    return -reproducible_log(-reproducible_log(uniform(seed, position, Purpose.TARGET_SAMPLE, index)))
 
 
 def counters(
