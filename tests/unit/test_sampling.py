@@ -333,7 +333,7 @@ def test_top_p_over_a_large_vocabulary_has_the_right_mass_and_no_token_too_many(
 
 def naive_coupled_sample(log_probs: Tensor, seed: int, position: int) -> int:
     """The definition: every token scored with its Gumbel noise, the highest score, lowest id on a tie."""
-    gumbels = noise.gumbels(seed, position, range(log_probs.numel()))
+    gumbels = [noise.gumbel(seed, position, token_id) for token_id in range(log_probs.numel())]
     scores = [log_prob + gumbel for log_prob, gumbel in zip(log_probs.tolist(), gumbels, strict=True)]
     return scores.index(max(scores))
 
@@ -392,7 +392,7 @@ def test_the_coupled_sample_does_not_depend_on_precision_where_scores_do_not() -
 
 def test_an_exact_tie_of_scores_goes_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the noise taken away a flat row is one great tie: token 0 wins (C18)."""
-    monkeypatch.setattr(noise, "gumbels", lambda seed, position, indices: [0.0 for _ in indices])
+    monkeypatch.setattr(noise, "gumbel", lambda seed, position, index: 0.0)
     assert coupled_sample(torch.zeros(10).log_softmax(0), 1, 2) == 0
 
 
