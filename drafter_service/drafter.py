@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
-from paceline.errors import ContextTooLong, LengthMismatch, PacelineError
+from paceline.errors import ContextTooLong, LengthMismatch, PacelineError, PayloadInvalid, internal_error
 from paceline.prefix import TokenPrefix
 from paceline.sampling import SparseDistribution
 from paceline.sessions import Address, Close, Event, Held, Open, SessionTable
@@ -228,6 +228,11 @@ class Drafter(Generic[StateT]):
         except PacelineError as error:
             self._let_go(held.address)
             return [Event(held.address, error)]
+        except Exception:
+            # A fault of ours or the method's, met in one session's step: it must not take the others with it.
+            logger.exception("a draft step failed", session_id=session_id)
+            self._let_go(held.address)
+            return [Event(held.address, internal_error())]
         self._requeue(held, to_the_end=drafted is not None)
         return [Event(held.address, drafted)] if drafted else []
 
@@ -273,13 +278,15 @@ class Drafter(Generic[StateT]):
             self._sessions.count_stale()
             return []
         self._require_room(command.base_length)
+        if max(command.committed_ids, default=0) >= session.spec.vocab_size:
+            raise PayloadInvalid(f"The committed tokens must be ids of the target, below {session.spec.vocab_size}.")
         before = len(session.prefix)
         unchanged = session.commit(command, self._method.max_context)
         if unchanged < before:
             self._method.rewind(held.state.state, unchanged)
-        self._requeue(held)
         # With less credit than before, no step may follow that would push what is drafted already.
         drafted = session.take_draft()
+        self._requeue(held)
         return [Event(command.address, drafted)] if drafted else []
 
     def _require_room(self, length: int) -> None:

@@ -14,7 +14,7 @@ from typing import Generic
 
 import structlog
 
-from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.errors import DeadlineExceeded, PacelineError, internal_error
 from paceline.sessions import Address, Close, Event, Open, SessionTable
 from paceline.types import VerdictRows
 from target_service.verifier import CacheT, DraftToJudge, TargetSession, Verifier
@@ -80,6 +80,11 @@ class Scheduler(Generic[CacheT]):
             verdict = self._verifier.judge(held.state, job.draft)
         except PacelineError as error:
             return [Event(job.address, error)]
+        except Exception:
+            # A fault of ours or the model's, met in one session's step: it must not take the others with it.
+            logger.exception("a verify step failed", session_id=job.address.session_id)
+            self._sessions.close(job.address)
+            return [Event(job.address, internal_error())]
         return [Event(job.address, replace(verdict, queue_time_s=max(0.0, started_s - job.arrived_s)))]
 
     def expire_idle(self) -> Sequence[TargetEvent]:

@@ -22,6 +22,11 @@ class PacelineError(Exception):
         self.details = dict(details or {})
 
 
+def internal_error() -> PacelineError:
+    """What a peer is told of a fault of ours; the log holds the rest."""
+    return PacelineError("Something went wrong inside Paceline; the log of the service says what.")
+
+
 class InvalidRequest(PacelineError):
     """A value in the request is out of range or of the wrong form; `parameter` names it."""
 

@@ -33,6 +33,7 @@ from paceline.errors import (
     StaleEpoch,
     StartupFailed,
     TargetUnavailable,
+    internal_error,
 )
 
 logger = structlog.get_logger(__name__)
@@ -253,5 +254,4 @@ async def mapped_errors(context: Abortable, **log_fields: str) -> AsyncIterator[
         raise
     except Exception:
         logger.exception("a handler failed", **log_fields)
-        failure = PacelineError("Something went wrong inside Paceline; the log of the service says what.")
-        await context.abort_with_status(rpc_status.to_status(to_status(failure)))
+        await context.abort_with_status(rpc_status.to_status(to_status(internal_error())))

@@ -102,14 +102,15 @@ class SessionTable(Generic[StateT]):
     def use(self, address: Address) -> Held[StateT] | None:
         """The session an item is for, or None if the item is stale; raises `SessionNotFound`.
 
-        An item of a newer epoch than was opened here means that the opening was lost, so it is not found either.
+        Stale is an older epoch, and a stream that the session does not belong to. An item of a newer epoch than was
+        opened here means that the opening was lost, so it is not found either.
         """
         held = self._sessions.get(address.session_id)
         if held is None or address.epoch > held.address.epoch:
             raise SessionNotFound(
                 f"Session {address.session_id} is not open here under epoch {address.epoch}; open it again."
             )
-        if address.epoch < held.address.epoch:
+        if address != held.address:
             self.count_stale()
             return None
         held.last_used_s = self._clock()
@@ -117,9 +118,13 @@ class SessionTable(Generic[StateT]):
         return held
 
     def close(self, address: Address) -> Held[StateT] | None:
-        """Let go of a session; returns what was held, or None if there is nothing to close under this epoch."""
+        """Let go of a session; returns what was held, or None if there is nothing to close or the item is stale."""
         held = self._sessions.get(address.session_id)
-        if held is None or address.epoch < held.address.epoch:
+        if held is None:
+            return None
+        # A newer epoch may close whatever became of its opening; the same one only through the stream that opened it.
+        if address.epoch < held.address.epoch or (address.epoch == held.address.epoch and address != held.address):
+            self.count_stale()
             return None
         return self._sessions.pop(address.session_id)
 

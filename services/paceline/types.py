@@ -20,6 +20,7 @@ from enum import StrEnum
 
 from paceline.errors import InvalidRequest
 
+LOWEST_TEMPERATURE = 1e-6  # besides 0
 MAX_SEED = 2**64 - 1
 MAX_DRAFT_LENGTH = 64  # tokens of one draft
 MAX_VOCAB_SIZE = 2**22  # tokens; far beyond any model, and few enough to pad a row to
@@ -71,6 +72,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require_between("temperature", self.temperature, 0.0, 100.0)
+        _require(
+            self.temperature == 0.0 or self.temperature >= LOWEST_TEMPERATURE,
+            "temperature",
+            f"must be 0, or at least {LOWEST_TEMPERATURE:g} so that logits divided by it stay numbers",
+        )
         _require(self.top_k >= 0, "top_k", f"must be 0 (off) or a positive count, not {self.top_k}")
         _require_finite("top_p", self.top_p)
         _require(0.0 < self.top_p <= 1.0, "top_p", f"must lie in (0, 1], not {self.top_p}")

@@ -143,6 +143,8 @@ def open_from_proto(
     try:
         sampling = sampling_from_proto(message.sampling)
         sampling.check_vocabulary(message.vocab_size)
+        if RULE_FROM_PROTO[message.rule] is VerificationRule.GREEDY and not sampling.is_greedy:
+            raise InvalidRequest("rule greedy needs temperature 0; open the session as coupled.", parameter="rule")
     except InvalidRequest as error:
         raise PayloadInvalid(error.message, details=error.details) from error
     spec = SessionSpec(

@@ -240,7 +240,7 @@ any_sampling = st.builds(
 token_ids = st.integers(0, VOCAB - 1)
 legal_sampling = st.builds(
     session_pb.SamplingParams,
-    temperature=st.floats(0, 100) | st.sampled_from([1.0, 5e-324]),
+    temperature=st.floats(0, 100) | st.sampled_from([1.0, 1.0, 1e-6, 5e-324]),
     top_k=st.integers(0, 2**32 - 1) | st.just(0),
     top_p=st.floats(0, 1, exclude_min=True) | st.just(1.0),
     min_p=st.floats(0, 1, exclude_max=True) | st.just(0.0),

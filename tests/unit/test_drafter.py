@@ -677,6 +677,7 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
             service.sessions.use(A)
         elif service.drafter.has_work():
             service.step()
+        assert_queued_by_urgency(service)
     service.work()
     assert {event.address for event in service.said} <= named
     assert all(isinstance(event.outcome, PacelineError | Drafted) for event in service.said)
@@ -686,9 +687,32 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
     for event in service.said:
         if isinstance(event.outcome, Drafted):
             assert event.outcome.base_length + len(event.outcome.tokens) <= 10
-    service.tell(*(Close(Address(1, name, 3)) for name in "axy"))
+    service.tell(*(Close(held.address) for held in list(service.sessions)))
     assert (len(service.sessions), service.drafter.has_work()) == (0, False)
     assert not any(service.drafter._queues.values())
+
+
+def assert_queued_by_urgency(service: Service) -> None:
+    """The invariant of `Drafter`: a session stands in the queue of its urgency, or in none."""
+    urgencies = {held.address.session_id: held.state.session.urgency for held in service.sessions}
+    queued = {session_id: urgency for urgency, queue in service.drafter._queues.items() for session_id in queue}
+    assert queued == {session_id: urgency for session_id, urgency in urgencies.items() if urgency is not None}
+
+
+def test_a_draft_that_is_due_at_once_leaves_its_session_drafting_ahead() -> None:
+    """A shorter draft length makes it whole: those who still wait for their first token come before it."""
+    method = CountingMethod()
+    service = Service(method)
+    service.tell(opening(A), commit(A, draft_length=4, credit=8))
+    service.step()
+    service.step()
+    (event,) = service.tell(commit(A, draft_length=2, credit=8))
+    assert draft_of(event) == (3, (3, 4))
+    assert_queued_by_urgency(service)
+    service.tell(opening(B), commit(B, draft_length=1, credit=1))
+    method.calls.clear()
+    service.step()
+    assert method.calls == [("b", "draft")]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -98,6 +98,7 @@ class RatioTarget:
 
     choose_kept: Callable[[int], int]
     next_token: int = 0
+    bonus: int | None = None  # behind a draft, if it is to differ
     asked: list[tuple[tuple[int, ...], Draft]] = field(default_factory=list)
 
     async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
@@ -105,7 +106,8 @@ class RatioTarget:
         kept = self.choose_kept(len(draft)) if draft.ids else 0
         # A ratio of 1 is always accepted and one of 0 never, whatever the uniform.
         rows = [Row(self.next_token, 1.0)] * kept
-        rows.append(Row(self.next_token, 0.0 if kept < len(draft) else None))
+        bonus = self.next_token if self.bonus is None or not draft.ids else self.bonus
+        rows.append(Row(bonus) if kept == len(draft) else Row(self.next_token, 0.0))
         return VerdictRows(base_length=len(prefix), rows=tuple(rows), step_time_s=STEP_TIME_S)
 
 
@@ -514,35 +516,17 @@ async def test_a_draft_that_vanishes_behind_a_discarded_bonus_costs_a_round_alon
 async def test_the_bonus_decision_never_looks_at_a_value(has_next: bool) -> None:
     """For every value that the bonus token could have, the same question is asked (is there a draft behind exactly
     this one?) and the same is done."""
-    outcomes = set()
     for bonus in range(VOCAB_SIZE):
-        target = RatioTarget(lambda length: length)
-        drafts = fixed_drafts(has_next=lambda: has_next)
-        first = await answer(
-            spec(VerificationRule.REJECTION), target=target, drafts=drafts, draft_length=2, max_tokens=1
-        )
-        assert first.ids == [0]
-
-        class Bonus(RatioTarget):
-            async def verify(self, prefix: TokenPrefix, draft: Draft, bonus: int = bonus) -> VerdictRows:
-                verdict = await RatioTarget.verify(self, prefix, draft)
-                if not draft.ids:
-                    return verdict
-                rows = (*verdict.rows[:-1], Row(bonus))
-                return VerdictRows(base_length=verdict.base_length, rows=rows)
-
         drafts = fixed_drafts(has_next=lambda: has_next)
         given = await answer(
             spec(VerificationRule.REJECTION),
-            target=Bonus(lambda length: length),
+            target=RatioTarget(lambda length: length, bonus=bonus),
             drafts=drafts,
             draft_length=2,
             max_tokens=20,
         )
         assert drafts.digests[0] == TokenPrefix((*PROMPT, 0, 1, 1)).digest()
         assert given.rounds[1].delivery.token_ids == ((1, 1) if has_next else (1, 1, bonus))
-        outcomes.add((drafts.digests[0], len(given.rounds[1].delivery.token_ids)))
-    assert len(outcomes) == 1
 
 
 # ---- loop, drafter and verifier together ----------------------------------------------------------------------------
@@ -562,7 +546,7 @@ def local_system(
 async def test_the_text_is_that_of_the_target_alone_with_a_drafter_of_any_quality(
     rule: VerificationRule, schedule: Schedule, draft_length: int
 ) -> None:
-    """A drafter that agrees often, and one that agrees by chance, at five timings each."""
+    """A drafter that agrees often, and one that agrees by chance, at three timings each."""
     logits = hashed_logits(VOCAB_SIZE)
     session_spec = spec(rule)
     expected = target_alone(logits, session_spec, PROMPT, 60)
@@ -571,7 +555,7 @@ async def test_the_text_is_that_of_the_target_alone_with_a_drafter_of_any_qualit
     def similar(ids: Sequence[int]) -> Sequence[float]:
         return logits(ids) if len(ids) % 3 else hashed_logits(VOCAB_SIZE, salt=1)(ids)
 
-    for number, drafter_logits in enumerate([similar, hashed_logits(VOCAB_SIZE, salt=2)] * 5):
+    for number, drafter_logits in enumerate([similar, hashed_logits(VOCAB_SIZE, salt=2)] * 3):
         target, drafts = local_system(
             session_spec,
             target=FakeModel(logits, vocab_size=VOCAB_SIZE),
@@ -611,7 +595,6 @@ class DraftPeekers(LocalDrafts):
 async def markov_answers(
     kind: type[LocalDrafts] = LocalDrafts,
     *,
-    schedule: Schedule = Schedule.PIPELINED,
     draft_length: int = 2,
     fewest_steps: int = 0,
     sessions: int = SESSIONS,
@@ -635,7 +618,6 @@ async def markov_answers(
             session_spec,
             target=target,
             drafts=drafts,
-            schedule=schedule,
             draft_length=draft_length,
             max_tokens=TOKENS,
             prompt=(seed % 4,),
@@ -665,23 +647,21 @@ def p_value(answers: list[list[int]], *, known: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "draft_length"), [(Schedule.PIPELINED, 1), (Schedule.PIPELINED, 3), (Schedule.SEQUENTIAL, 2)]
-)
-async def test_the_answers_follow_the_targets_law(schedule: Schedule, draft_length: int) -> None:
-    """6,000 tokens of two Markov chains under `rejection`, at random timings: single transitions (12 degrees of
-    freedom) and pairs of them (48). With fixed seeds the outcome never changes; had they been drawn afresh, the odds
+@pytest.mark.parametrize("draft_length", [1, 3])
+async def test_the_answers_follow_the_targets_law(draft_length: int) -> None:
+    """6,000 tokens of two Markov chains under `rejection`, pipelined, at random timings: single transitions (12 degrees
+    of freedom) and pairs of them (48). With fixed seeds the outcome never changes; had they been drawn afresh, the odds
     of a false alarm would be 1e-4 for each of the two."""
-    answers = await markov_answers(schedule=schedule, draft_length=draft_length)
+    answers = await markov_answers(draft_length=draft_length)
     assert p_value(answers, known=1) > SIGNIFICANCE
     assert p_value(answers, known=2) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("kind", [NextDraftPeekers, DraftPeekers])
-async def test_the_law_test_sees_a_choice_by_value(kind: type[LocalDrafts]) -> None:
+@pytest.mark.parametrize(("kind", "sessions"), [(NextDraftPeekers, 15), (DraftPeekers, 5)])
+async def test_the_law_test_sees_a_choice_by_value(kind: type[LocalDrafts], sessions: int) -> None:
     """Planted: whether the bonus is emitted, or a draft is used at all, depends on the value of a drawn token. 3,000
-    tokens show it."""
-    answers = await markov_answers(kind, draft_length=1, fewest_steps=4, sessions=SESSIONS // 2)
+    tokens show the one, 1,000 the other."""
+    answers = await markov_answers(kind, draft_length=1, fewest_steps=4, sessions=sessions)
     assert p_value(answers, known=1) < SIGNIFICANCE / 100
 
 

@@ -111,6 +111,7 @@ def test_every_honest_distribution_is_taken(entries: int, tail_share: float) -> 
         pytest.param(fields(ids=None), id="ids nil"),
         pytest.param(fields(probs=[0.5, 0.5]), id="probabilities as an array"),
         pytest.param(fields(probs=packed_probs(PROBS)[:-1]), id="half a probability"),
+        pytest.param(fields(probs=packed_probs(PROBS) + b"\x3c"), id="half a probability more"),
         pytest.param(fields(ids=packed_ids(IDS)[:-1]), id="three quarters of an id"),
         pytest.param(fields(ids={"a": {"b": {}}}), id="nested maps"),
         pytest.param(fields(ids=[[[]]]), id="nested arrays"),

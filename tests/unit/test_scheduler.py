@@ -290,6 +290,6 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
     assert {event.address for event in service.said} <= named
     assert all(isinstance(event.outcome, PacelineError | VerdictRows) for event in service.said)
     assert len({held.address.session_id for held in service.sessions}) == len(service.sessions) <= 3
-    service.tell(*(Close(Address(1, name, 3)) for name in "axy"))
+    service.tell(*(Close(held.address) for held in list(service.sessions)))
     service.work()
     assert (len(service.sessions), service.scheduler.has_work()) == (0, False)

@@ -26,7 +26,7 @@ from paceline.errors import (
 )
 from paceline.packing import pack_distribution
 from paceline.sampling import SparseDistribution
-from paceline.sessions import Address, Open, SessionTable
+from paceline.sessions import Address, Event, Open, SessionTable
 from paceline.telemetry import ServiceMetrics
 from paceline.types import (
     MAX_CREDIT,
@@ -73,7 +73,7 @@ ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6)
 some_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6)
 sampling = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 100),
+    temperature=st.just(0.0) | st.floats(1e-6, 100),
     top_k=st.integers(0, 2**32 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1, exclude_max=True),
@@ -482,8 +482,6 @@ def test_a_draft_reaches_the_verifier_as_it_was_sent() -> None:
 @pytest.mark.parametrize("error", [SessionNotFound("Open it again."), StaleEpoch("Let go."), QueueFull("Wait.")])
 def test_an_event_for_a_peer_that_is_gone_is_dropped(error: PacelineError) -> None:
     """An ended stream means that the peer is gone; what still comes for it harms nobody."""
-    from paceline.sessions import Event  # noqa: PLC0415
-
     target, drafter = TargetDoor(), DrafterDoor()
     target.serve([])
     drafter.serve([])
@@ -580,10 +578,10 @@ def streams(message: Any, **kinds: st.SearchStrategy[Any]) -> st.SearchStrategy[
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(items=streams(target_pb.TargetCommand, open=openings, verify=verifies))
 def test_no_item_breaks_the_target(items: list[target_pb.TargetCommand]) -> None:
-    """200 drawn streams, well-formed and not, through the servicer and the model thread's worker: each item is
+    """120 drawn streams, well-formed and not, through the servicer and the model thread's worker: each item is
     submitted or answered by an error, each event has a session and is a verdict or a typed error."""
     door = TargetDoor()
     refusals = door.serve(items)
@@ -596,10 +594,10 @@ def test_no_item_breaks_the_target(items: list[target_pb.TargetCommand]) -> None
         assert all(isinstance(event.outcome, PacelineError | VerdictRows) for event in events)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(items=streams(drafter_pb.DrafterCommand, open=openings, commit=commits))
 def test_no_item_breaks_the_drafter(items: list[drafter_pb.DrafterCommand]) -> None:
-    """200 drawn streams, through the servicer and the model thread's worker, and every draft back onto the wire."""
+    """120 drawn streams, through the servicer and the model thread's worker, and every draft back onto the wire."""
     door = DrafterDoor()
     refusals = door.serve(items)
     assert len(refusals) + len(door.submitted) == len(items)
