@@ -170,6 +170,14 @@ class TargetClient(ReplicaClient[target_pb.TargetCommand, target_pb.TargetEvent]
 
     kind = "target"
 
+    def check(self, info: ModelInfo) -> None:
+        """A restarted target must still mean the same tokens by the same ids."""
+        if self.info is not None and info.tokenizer_sha256 != self.info.tokenizer_sha256:
+            raise ModelMismatch(
+                f"The target at {self.address} came back with another tokenizer ({info.tokenizer_sha256[:16]}, not "
+                f"{self.info.tokenizer_sha256[:16]}); start the orchestrator again."
+            )
+
     @contextlib.asynccontextmanager
     async def session(
         self, spec: SessionSpec, *, verify_deadline_s: float, deadline_s: float | None

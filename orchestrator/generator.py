@@ -148,7 +148,9 @@ class Generator:
         max_tokens = self._settings.default_max_tokens if stopping.max_tokens is None else stopping.max_tokens
         if max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1.", parameter="max_tokens")
-        end_token_ids = set(stopping.stop_token_ids) | (set() if stopping.ignore_eos else set(target.eos_token_ids))
+        end_token_ids = {*stopping.stop_token_ids, *request.sampling.stop_token_ids}
+        if not stopping.ignore_eos:
+            end_token_ids.update(target.eos_token_ids)
         # The target bans the end tokens until min_tokens are out, so it must know them.
         sampling = replace(request.sampling, stop_token_ids=tuple(sorted(end_token_ids)))
         sampling.check_vocabulary(target.vocab_size)
@@ -210,6 +212,8 @@ class Generator:
 
     def _target_info(self) -> ModelInfo:
         info = self._target.info
+        if self._target.refusal is not None:
+            raise self._target.refusal
         if info is None or not self._target.is_connected:
             raise TargetUnavailable("The target does not answer; ask again in a moment.")
         return info

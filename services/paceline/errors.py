@@ -13,6 +13,7 @@ class PacelineError(Exception):
     """Root of every error that Paceline raises on purpose; `str(error)` is one sentence for a person."""
 
     reason = "INTERNAL"
+    retry_after_s: float | None = None  # when trying again may help
 
     def __init__(self, message: str, *, reason: str | None = None, details: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -89,16 +90,25 @@ class QueueFull(PacelineError):
         self.retry_after_s = retry_after_s
 
 
+class Draining(PacelineError):
+    """The replica takes no new sessions, for it is about to stop; another one will."""
+
+    reason = "DRAINING"
+    retry_after_s = 1.0
+
+
 class TargetUnavailable(PacelineError):
     """The target is gone or does not answer; nothing that was streamed is lost, but the answer cannot go on."""
 
     reason = "TARGET_UNAVAILABLE"
+    retry_after_s = 1.0
 
 
 class DrafterUnavailable(PacelineError):
     """The drafter is gone; the session goes on without it."""
 
     reason = "DRAFTER_UNAVAILABLE"
+    retry_after_s = 1.0
 
 
 class DeadlineExceeded(PacelineError):

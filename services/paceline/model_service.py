@@ -69,7 +69,10 @@ async def run_model_service(
 
     def load() -> LoadReport:
         return LoadReport(
-            sessions=len(sessions), queued=thread.queued, draining=state.draining, stale_items=sessions.stale_items
+            sessions=len(sessions),
+            queued=thread.queued,
+            draining=sessions.is_draining,
+            stale_items=sessions.stale_items,
         )
 
     def on_failure() -> None:
@@ -88,7 +91,7 @@ async def run_model_service(
     lifetime.ready(kind, server.address, model=info.model_id, dtype=info.dtype, threads=torch.get_num_threads())
     logger.info("ready", address=server.address, model=info.model_id, dtype=info.dtype)
     await lifetime.until_stopped()
-    state.draining = True
+    sessions.is_draining = True
     servicer.streams.announce()
     await server.begin_draining()
     await until_idle(lambda: len(sessions), limit_s=0.0 if state.broken else settings.drain_s)
@@ -102,5 +105,4 @@ class _ServiceState:
     """What the end of a service depends on."""
 
     def __init__(self) -> None:
-        self.draining = False
         self.broken = False

@@ -22,6 +22,7 @@ from paceline.errors import (
     ContextTooLong,
     DeadlineExceeded,
     DrafterUnavailable,
+    Draining,
     InvalidRequest,
     LengthMismatch,
     ModelMismatch,
@@ -52,6 +53,7 @@ STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
     ModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     ModelUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Draining: grpc.StatusCode.UNAVAILABLE,
     TargetUnavailable: grpc.StatusCode.UNAVAILABLE,
     DrafterUnavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -231,7 +233,7 @@ def to_status(error: PacelineError) -> status_pb2.Status:
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.parameter, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, QueueFull):
+    if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from paceline.errors import PacelineError, QueueFull, SessionNotFound, StaleEpoch
+from paceline.errors import Draining, PacelineError, QueueFull, SessionNotFound, StaleEpoch
 from paceline.types import SessionSpec
 
 StateT = TypeVar("StateT")
@@ -67,6 +67,7 @@ class SessionTable(Generic[StateT]):
         self._sessions: dict[str, Held[StateT]] = {}  # most recently used last
         self._max_sessions, self._idle_ttl_s, self._clock = max_sessions, idle_ttl_s, clock
         self.stale_items = 0
+        self.is_draining = False
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -89,6 +90,8 @@ class SessionTable(Generic[StateT]):
         if previous is not None and address.epoch <= previous.address.epoch:
             self.count_stale()
             return None, []
+        if previous is None and self.is_draining:
+            raise Draining("This replica is about to stop and takes no new sessions; open the session elsewhere.")
         if previous is None and len(self._sessions) >= self._max_sessions:
             raise QueueFull(f"This replica holds {self._max_sessions} sessions already; try again in a moment.")
         held = Held(address, make(previous), self._clock())

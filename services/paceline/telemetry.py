@@ -8,6 +8,7 @@ import sys
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from paceline.errors import StartupFailed
 from paceline.types import SpeculationStats
 
 
@@ -34,7 +35,13 @@ def configure_logging(level: str, *, service: str) -> None:
 def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> None:
     """Expose the registry over HTTP for Prometheus; port 0 leaves it off."""
     if port:
-        start_http_server(port, addr=host, registry=registry)
+        try:
+            start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise StartupFailed(
+                f"Port {port} on {host} cannot be opened for metrics; choose another with --metrics-port "
+                f"({error.strerror})."
+            ) from error
 
 
 class ServiceMetrics:

@@ -82,12 +82,7 @@ class SamplingParams:
         _require(0.0 < self.top_p <= 1.0, "top_p", f"must lie in (0, 1], not {self.top_p}")
         _require_finite("min_p", self.min_p)
         _require(0.0 <= self.min_p < 1.0, "min_p", f"must lie in [0, 1), not {self.min_p}")
-        _require_finite("repetition_penalty", self.repetition_penalty)
-        _require(
-            0.0 < self.repetition_penalty <= 100.0,
-            "repetition_penalty",
-            f"must lie in (0, 100], not {self.repetition_penalty}",
-        )
+        _require_between("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _require_between("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _require_between("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         for token_id, bias in self.logit_bias:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from paceline.errors import (
     ContextTooLong,
     DeadlineExceeded,
+    Draining,
     InvalidRequest,
     LengthMismatch,
     PacelineError,
@@ -43,6 +44,7 @@ SESSION_ERRORS: dict[str, type[PacelineError]] = {
     for kind in (
         ContextTooLong,
         DeadlineExceeded,
+        Draining,
         LengthMismatch,
         PayloadInvalid,
         QueueFull,

@@ -632,7 +632,7 @@ async def test_absent_drafter_is_replaced_by_prompt_lookup(tokenizer: str, sched
         async with running(target_of(counting())) as target:
             nobody = f"127.0.0.1:{port}"
             async with (
-                running(orchestrator_of(target.address, nobody, tokenizer, connect_timeout_s=0.3)) as orchestrator,
+                running(orchestrator_of(target.address, nobody, tokenizer, drafter_timeout_s=0.3)) as orchestrator,
                 GenerationClient(orchestrator.address) as client,
             ):
                 answer = await client.complete(greedy(60, schedule=schedule))
