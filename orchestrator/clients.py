@@ -23,6 +23,7 @@ from paceline.errors import (
     LengthMismatch,
     ModelMismatch,
     PacelineError,
+    QueueFull,
     SessionNotFound,
     TargetUnavailable,
 )
@@ -402,14 +403,12 @@ class RemoteDrafts:
             return
         if self._opened_on != self._client.connection:
             self._open(prefix)
-        self._client.send(
-            self._command(
-                commit=drafter_pb.Commit(
-                    base_length=len(prefix),
-                    committed_ids=prefix.ids[self._sent_length :],
-                    draft_length=draft_length,
-                    credit=credit,
-                )
+        self._send(
+            commit=drafter_pb.Commit(
+                base_length=len(prefix),
+                committed_ids=prefix.ids[self._sent_length :],
+                draft_length=draft_length,
+                credit=credit,
             )
         )
         self._sent_length = len(prefix)
@@ -432,7 +431,7 @@ class RemoteDrafts:
 
     def close(self) -> None:
         if self.is_available:
-            self._client.send(self._command(close=session_pb.CloseSession()))
+            self._send(close=session_pb.CloseSession())
 
     def on_event(self, event: drafter_pb.DrafterEvent) -> None:
         if event.epoch != self._epoch:
@@ -467,7 +466,7 @@ class RemoteDrafts:
         self._epoch += 1
         self._opened_on = self._client.connection
         self._sent_length = len(prefix)
-        self._client.send(self._command(open=open_to_proto(self._spec, prefix.ids)))
+        self._send(open=open_to_proto(self._spec, prefix.ids))
 
     def _on_proposal(self, message: drafter_pb.Proposal) -> None:
         try:
@@ -479,10 +478,10 @@ class RemoteDrafts:
     def _on_failed(self, error: PacelineError) -> None:
         """The drafter does not hold the session: open it again if that can help, else go on without."""
         logger.info("drafter failed a session", session_id=self._spec.session_id, reason=error.reason, why=str(error))
-        self._opened_on = 0
         self._openings += 1
         if not isinstance(error, (SessionNotFound, LengthMismatch)) or self._openings > MAX_REOPENINGS:
             self._give_up()
+        self._opened_on = 0
         self._arrived.set()
 
     def _give_up(self) -> None:
@@ -490,5 +489,10 @@ class RemoteDrafts:
         self._given_up = True
         self._opened_on = 0
 
-    def _command(self, **command: Any) -> drafter_pb.DrafterCommand:
-        return drafter_pb.DrafterCommand(session_id=self._spec.session_id, epoch=self._epoch, **command)
+    def _send(self, **command: Any) -> None:
+        item = drafter_pb.DrafterCommand(session_id=self._spec.session_id, epoch=self._epoch, **command)
+        try:
+            self._client.send(item)
+        except QueueFull:
+            # A drafter that does not read costs speed alone; the session opens there again when it does.
+            self._opened_on = 0

@@ -28,7 +28,15 @@ from drafter_service.drafter import (
 from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.methods.ngram import NgramMethod
 from orchestrator.loop import SpeculationPlan, run_session
-from paceline.errors import ContextTooLong, LengthMismatch, PacelineError, QueueFull, SessionNotFound, StaleEpoch
+from paceline.errors import (
+    ContextTooLong,
+    LengthMismatch,
+    PacelineError,
+    PayloadInvalid,
+    QueueFull,
+    SessionNotFound,
+    StaleEpoch,
+)
 from paceline.generation import Schedule
 from paceline.prefix import TokenPrefix
 from paceline.sampling import DistributionUnusable
@@ -235,6 +243,7 @@ class CountingMethod:
     max_context: int = 4096
     tokens_a_step: int = 1
     fails_on: str = ""
+    failure: Exception = field(default_factory=lambda: DistributionUnusable("There is no token to draw."))
     has_nothing: bool = False
     calls: list[tuple[str, str]] = field(default_factory=list)
 
@@ -248,7 +257,7 @@ class CountingMethod:
         assert max_tokens > 0
         self.calls.append((state, "draft"))
         if state == self.fails_on:
-            raise DistributionUnusable("There is no token to draw.")
+            raise self.failure
         if self.has_nothing:
             return []
         length = len(session.ids)
@@ -545,13 +554,23 @@ def test_each_step_is_at_most_one_model_step() -> None:
     assert steps[-1] == 9
 
 
-def test_a_session_whose_method_fails_is_let_go_alone() -> None:
-    """Its peer hears why; the others get their drafts."""
-    service = Service(CountingMethod(fails_on="b"))
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (DistributionUnusable("There is no token to draw."), "DISTRIBUTION_UNUSABLE"),
+        (RuntimeError("the secret of the method"), "INTERNAL"),
+    ],
+)
+def test_a_session_whose_method_fails_is_let_go_alone(failure: Exception, reason: str) -> None:
+    """Its peer hears why, unless that is a fault of ours; the others get their drafts."""
+    service = Service(CountingMethod(fails_on="b", failure=failure))
     for address in (A, B, C):
         service.tell(opening(address), commit(address))
     outcomes = {event.address: event.outcome for event in service.work()}
-    assert isinstance(outcomes[B], DistributionUnusable)
+    error = outcomes[B]
+    assert isinstance(error, PacelineError)
+    assert error.reason == reason
+    assert "secret" not in error.message
     assert isinstance(outcomes[A], Drafted)
     assert isinstance(outcomes[C], Drafted)
     assert {held.address for held in service.sessions} == {A, C}
@@ -591,6 +610,15 @@ def test_tokens_that_do_not_join_on_are_refused(base_length: int, ids: tuple[int
     (event,) = service.tell(commit(A, base_length, ids))
     assert (event.address, type(event.outcome)) == (A, LengthMismatch)
     service.tell(commit(A, 4, (2, 9)))
+    assert [draft_of(event) for event in service.work()] == [(4, (4, 5))]
+
+
+def test_a_committed_id_outside_the_targets_vocabulary_is_refused() -> None:
+    """Also by a method that has no vocabulary of its own and would copy it into a draft (C47)."""
+    service = Service(CountingMethod())
+    (event,) = service.tell(opening(A), commit(A, 5, (99, 100)))
+    assert isinstance(event.outcome, PayloadInvalid)
+    service.tell(commit(A, 4, (99,)))
     assert [draft_of(event) for event in service.work()] == [(4, (4, 5))]
 
 

@@ -22,7 +22,7 @@ from paceline.sessions import Address, Close, Open, SessionTable
 from paceline.types import Row, VerdictRows, VerificationRule
 from target_service.scheduler import Command, Judge, Scheduler, TargetEvent
 from target_service.verifier import DraftToJudge, TargetSession, Verifier
-from tests.fakes import FakeCache, FakeModel, hashed_logits, spec_of
+from tests.fakes import FakeCache, FakeModel, Logits, hashed_logits, spec_of
 
 VOCAB_SIZE, MAX_CONTEXT = 8, 20
 PROMPT = (3, 1, 4)
@@ -44,11 +44,12 @@ class Service:
     """A scheduler over a fake model, with its clock and everything it has said."""
 
     max_sessions: int = 4
+    logits: Logits = field(default_factory=lambda: hashed_logits(VOCAB_SIZE))
     clock: Clock = field(default_factory=Clock)
     said: list[TargetEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = FakeModel(hashed_logits(VOCAB_SIZE), vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
+        self.model = FakeModel(self.logits, vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
         self.sessions = SessionTable[TargetSession[FakeCache]](
             max_sessions=self.max_sessions, idle_ttl_s=IDLE_TTL_S, clock=self.clock
         )
@@ -200,6 +201,24 @@ def test_draft_that_cannot_be_judged_fails_its_session_alone(bad: Judge, kind: t
     first, failed, second = service.work()
     assert (failed.address, type(failed.outcome)) == (bad.address, kind)
     assert [rows_of(first), rows_of(second)] == [fresh_rows((1, 2)), fresh_rows((5,))]
+
+
+def test_fault_of_the_model_fails_its_session_alone() -> None:
+    """Its peer hears that something went wrong, not what, and the session is let go; the others go on."""
+
+    def faulty(ids: Sequence[int]) -> Sequence[float]:
+        if ids[-1] == 7:
+            raise RuntimeError("the secret of token 7")
+        return hashed_logits(VOCAB_SIZE)(ids)
+
+    service = Service(logits=faulty)
+    service.tell(opening(A), opening(B), judge(A, (7,)), judge(B, (1, 2)), judge(A))
+    fault, verdict, gone = service.work()
+    assert isinstance(fault.outcome, PacelineError)
+    assert (fault.address, fault.outcome.reason) == (A, "INTERNAL")
+    assert "secret" not in fault.outcome.message
+    assert rows_of(verdict) == fresh_rows((1, 2))
+    assert isinstance(gone.outcome, SessionNotFound)
 
 
 def test_session_that_does_not_fit_is_refused_at_once() -> None:

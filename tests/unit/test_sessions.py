@@ -97,6 +97,16 @@ def test_items_of_an_older_epoch_are_dropped_and_counted() -> None:
     assert len(table.table) == 1
 
 
+def test_items_of_a_stream_that_does_not_hold_the_session_are_dropped_and_counted() -> None:
+    """Under the same epoch they can only be somebody else's, who chose the same name."""
+    table = Table()
+    table.open(Address(1, "a", 5))
+    assert table.table.use(Address(2, "a", 5)) is None
+    assert table.table.close(Address(2, "a", 5)) is None
+    assert table.table.stale_items == 2
+    assert table.table.use(Address(1, "a", 5)) is not None
+
+
 def test_an_item_of_a_newer_epoch_finds_no_session() -> None:
     """Its opening was lost on the way, so the sender must open the session again."""
     table = Table()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ sampling = st.builds(
     top_k=st.integers(0, 2**32 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1, exclude_max=True),
-    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 100),
     presence_penalty=st.floats(-100, 100),
     frequency_penalty=st.floats(-100, 100),
     logit_bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-1000, 1000, width=32)), max_size=3).map(tuple),
@@ -120,6 +121,8 @@ def test_an_opening_arrives_unchanged(
     params: SamplingParams, committed_ids: list[int], prompt_share: float, seed: int, rule: VerificationRule
 ) -> None:
     """100 drawn sessions: seed 0 and the highest one are seeds like any other."""
+    if rule is VerificationRule.GREEDY:
+        params = replace(params, temperature=0.0)
     spec = SessionSpec(
         session_id="s",
         prompt_length=max(1, int(prompt_share * len(committed_ids))),
@@ -227,10 +230,12 @@ def opening(**changes: Any) -> session_pb.OpenSession:
 BAD_OPENINGS = {
     "no rule": opening(rule=session_pb.VERIFICATION_RULE_UNSPECIFIED),
     "a rule of a newer protocol": opening(rule=99),
+    "greedy above temperature 0": opening(rule=session_pb.VERIFICATION_RULE_GREEDY),
     "no prompt": opening(prompt_length=0),
     "a prompt longer than the tokens": opening(prompt_length=4),
     "no tokens": opening(committed_ids=[]),
     "no vocabulary": opening(vocab_size=0),
+    "a vocabulary beyond all models": opening(vocab_size=2**32 - 1),
     "a temperature that is not a number": opening(sampling={"temperature": math.nan}),
     "a negative temperature": opening(sampling={"temperature": -1.0}),
     "top_p 0": opening(sampling={"top_p": 0.0}),
