@@ -233,7 +233,7 @@ class Drafter(Generic[StateT]):
             logger.exception("a draft step failed", session_id=session_id)
             self._let_go(held.address)
             return [Event(held.address, internal_error())]
-        self._requeue(held, to_the_end=drafted is not None)
+        self._requeue(held)
         return [Event(held.address, drafted)] if drafted else []
 
     def expire_idle(self) -> Sequence[DrafterEvent]:
@@ -301,9 +301,9 @@ class Drafter(Generic[StateT]):
         if held is not None:
             self._dequeue(held)
 
-    def _requeue(self, held: Held[Entry[StateT]], *, to_the_end: bool = False) -> None:
+    def _requeue(self, held: Held[Entry[StateT]]) -> None:
         entry, urgency = held.state, held.state.session.urgency
-        if urgency is entry.queued_as and not to_the_end:
+        if urgency is entry.queued_as:
             return
         self._dequeue(held)
         if urgency is not None:

@@ -383,7 +383,6 @@ class RemoteDrafts:
         self._openings = 0
         self._given_up = False
         self._sent_length = 0
-        self._wanted: int | None = None  # digest of the prefix that a draft is awaited for
         self._arrived = asyncio.Event()
         self._misses = 0
         self._rounds_to_skip = 0

@@ -22,8 +22,7 @@ class _Continuation:
 
 
 class ProposalStore:
-    """Invariant: every continuation belongs to one of the last `max_proposals` proposals, and stands on no fewer
-    tokens than were committed at the last `prune`."""
+    """Invariant: every continuation belongs to one of the last `max_proposals` proposals."""
 
     def __init__(self, *, max_proposals: int = 256) -> None:
         self._by_prefix: dict[int, _Continuation] = {}

@@ -39,7 +39,7 @@ def unpack_distribution(payload: bytes, *, vocab_size: int) -> SparseDistributio
         raise PayloadInvalid("The draft distribution must be a version 1 map with the keys v, n, ids and probs.")
     if fields["n"] != vocab_size:
         raise PayloadInvalid(
-            f"The draft distribution is over {fields['n']!r} tokens, the target has {vocab_size}; pair other models."
+            f"The draft distribution is over another vocabulary than the target's {vocab_size} tokens; pair other models."
         )
     raw_ids, raw_probs = fields["ids"], fields["probs"]
     if not isinstance(raw_ids, bytes) or not isinstance(raw_probs, bytes):
