@@ -1,7 +1,10 @@
-"""What one round costs apart from the models: three processes over real gRPC, both models instant.
+"""What one round costs apart from the models: real services over real gRPC, both models instant.
 
-A round is: commit to the drafter, draft, proposal back, verify at the target, rows back, walk, text to the client.
-Measured at the client as the time between two streamed events of one answer, in both schedules and under each rule.
+A round is: commit to the drafter, draft, proposal back, verify at the target, rows back, walk, end of the answer
+checked. It is measured in the orchestrator, as the time between two rounds of one session (this process runs the
+orchestrator's own parts), and once more at a client of an orchestrator process, as the time between two streamed
+events; the difference is the third hop. A drafted token costs its sampling twice, at drafter and target: under
+`greedy` next to nothing, under the other rules most of what a round takes beyond it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+import uuid
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +27,11 @@ from rich.table import Table
 
 from benchmarks.instant import VOCAB_SIZE
 from benchmarks.report import machine, write_report
+from orchestrator.clients import DrafterClient, TargetClient
+from orchestrator.drafting import DraftsWithFallback, NoDrafts
+from orchestrator.finish import EndConditions, OutputTracker
+from orchestrator.loop import SpeculationPlan, run_session
+from orchestrator.text import IncrementalDetokenizer, Tokenizer
 from paceline.client import GenerationClient
 from paceline.generation import (
     Delta,
@@ -31,10 +40,12 @@ from paceline.generation import (
     SpeculationOptions,
     StopConditions,
 )
-from paceline.types import SamplingParams, VerificationRule
+from paceline.process import new_event_loop
+from paceline.types import SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 from tests.checkpoints import word_tokenizer
 
 LIMIT_MS = 1.5
+SILENCE_LIMIT_S = 10.0
 
 
 def start(stack: ExitStack, module: str, *options: str) -> str:
@@ -76,28 +87,95 @@ def request_for(rule: VerificationRule, schedule: Schedule, *, draft_length: int
     )
 
 
-async def measure(endpoint: str, *, draft_length: int, max_tokens: int, answers: int) -> list[dict[str, object]]:
+async def loop_times_ms(
+    request: GenerationRequest, tokenizer: Tokenizer, target: TargetClient, drafter: DrafterClient
+) -> list[float]:
+    """Between consecutive rounds of one session run by this process, the prompt's round left out."""
+    assert request.token_ids is not None
+    options, max_tokens = request.speculation, request.stopping.max_tokens
+    assert options.rule and options.schedule and options.draft_length and max_tokens  # noqa: PT018 - set by `request_for`
+    spec = SessionSpec(
+        session_id=uuid.uuid4().hex,
+        prompt_length=len(request.token_ids),
+        sampling=request.sampling,
+        seed=1,
+        rule=options.rule,
+        vocab_size=VOCAB_SIZE,
+    )
+    times: list[float] = []
+    async with target.session(spec, verify_deadline_s=60, deadline_s=None) as at_target:
+        with drafter.session(spec, draft_deadline_s=10) as at_drafter:
+            rounds = run_session(
+                spec,
+                request.token_ids,
+                SpeculationPlan(schedule=options.schedule, draft_length=options.draft_length),
+                target=at_target,
+                drafts=NoDrafts() if options.schedule is Schedule.PLAIN else DraftsWithFallback(at_drafter, None),
+                output=OutputTracker(IncrementalDetokenizer(tokenizer), EndConditions(max_tokens=max_tokens)),
+                stats=SpeculationStats(),
+            )
+            last_s = None
+            async for _ in rounds:
+                now_s = time.perf_counter()
+                if last_s is not None:
+                    times.append((now_s - last_s) * 1e3)
+                last_s = now_s
+    return times
+
+
+async def measure(
+    endpoint: str,
+    target_address: str,
+    drafter_address: str,
+    tokenizer: Tokenizer,
+    *,
+    draft_length: int,
+    max_tokens: int,
+    answers: int,
+) -> list[dict[str, object]]:
+    """A row for each rule and schedule; the first answer of each kind warms up."""
     rows: list[dict[str, object]] = []
-    async with GenerationClient(endpoint) as client:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(GenerationClient(endpoint))
+        target, drafter = await connected(stack, target_address, drafter_address)
         for rule in VerificationRule:
             for schedule in Schedule:
                 request = request_for(rule, schedule, draft_length=draft_length, max_tokens=max_tokens)
-                await round_times_ms(client, request)
-                times: list[float] = []
-                for _ in range(answers):
-                    times += await round_times_ms(client, request)
-                cuts = statistics.quantiles(times, n=100)
+                in_loop: list[float] = []
+                at_client: list[float] = []
+                for number in range(answers + 1):
+                    loop_times = await loop_times_ms(request, tokenizer, target, drafter)
+                    client_times = await round_times_ms(client, request)
+                    if number:
+                        in_loop += loop_times
+                        at_client += client_times
+                cuts = statistics.quantiles(in_loop, n=100)
                 rows.append(
                     {
                         "rule": rule.value,
                         "schedule": schedule.value,
-                        "rounds": len(times),
-                        "p50_ms": round(statistics.median(times), 3),
-                        "p90_ms": round(cuts[89], 3),
-                        "p99_ms": round(cuts[98], 3),
+                        "rounds": len(in_loop),
+                        "p50 ms": round(statistics.median(in_loop), 2),
+                        "p90 ms": round(cuts[89], 2),
+                        "p99 ms": round(cuts[98], 2),
+                        "p50 ms at client": round(statistics.median(at_client), 2),
                     }
                 )
     return rows
+
+
+async def connected(
+    stack: AsyncExitStack, target_address: str, drafter_address: str
+) -> tuple[TargetClient, DrafterClient]:
+    """The orchestrator's connections to both services, kept up for the life of the stack."""
+    target = TargetClient(target_address, silence_limit_s=SILENCE_LIMIT_S)
+    stack.callback(asyncio.ensure_future(target.run()).cancel)
+    await target.wait_connected(SILENCE_LIMIT_S)
+    assert target.info is not None
+    drafter = DrafterClient(drafter_address, target_info=target.info, silence_limit_s=SILENCE_LIMIT_S)
+    stack.callback(asyncio.ensure_future(drafter.run()).cancel)
+    await drafter.wait_connected(SILENCE_LIMIT_S)
+    return target, drafter
 
 
 def main(
@@ -109,18 +187,30 @@ def main(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         word_tokenizer([f"t{token_id}" for token_id in range(VOCAB_SIZE)]).save_pretrained(folder)
+        tokenizer = Tokenizer.load(str(folder))
         target = start(stack, "benchmarks.instant", "target")
         drafter = start(stack, "benchmarks.instant", "drafter")
         endpoint = start(stack, "orchestrator", "--target", target, "--drafter", drafter, "--tokenizer", str(folder))
-        rows = asyncio.run(measure(endpoint, draft_length=draft_length, max_tokens=max_tokens, answers=answers))
-    table = Table(title=f"One round with instant models, draft length {draft_length} ({machine()})")
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            rows = runner.run(
+                measure(
+                    endpoint,
+                    target,
+                    drafter,
+                    tokenizer,
+                    draft_length=draft_length,
+                    max_tokens=max_tokens,
+                    answers=answers,
+                )
+            )
+    table = Table(title=f"One round with instant models, draft length {draft_length}\n{machine()}")
     for column in rows[0]:
         table.add_column(column, justify="left" if column in ("rule", "schedule") else "right")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
-    worst = max(float(str(row["p50_ms"])) for row in rows)
-    print(f"largest median: {worst:.2f} ms a round (limit {LIMIT_MS} ms)")
+    within = [row for row in rows if float(str(row["p50 ms"])) <= LIMIT_MS]
+    print(f"{len(within)} of {len(rows)} rows have a median of at most {LIMIT_MS} ms a round")
     write_report("overhead", {"draft_length": draft_length, "limit_ms": LIMIT_MS, "rows": rows})
 
 

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import typer
 from matplotlib.axes import Axes
 
-from benchmarks.overhead import start
+from benchmarks.overhead import connected, start
 from benchmarks.report import machine, write_report
 from orchestrator.clients import DrafterClient, RemoteDrafts, TargetClient
 from orchestrator.drafting import DraftsWithFallback
@@ -32,7 +32,6 @@ from paceline.types import Draft, SamplingParams, SessionSpec, SpeculationStats,
 
 FIGURE = Path(__file__).parent.parent / "docs" / "pipeline.svg"
 PROMPT = "Name the planets of the solar system, from the Sun outwards, and say one thing about each."
-SILENCE_LIMIT_S = 10.0
 TARGET_COLOUR, DRAFTER_COLOUR, TOKEN_COLOUR = "#1f5fa8", "#e08a1e", "#333333"
 
 
@@ -154,14 +153,8 @@ def _draw_lane(panel: Axes, bars: list[tuple[float, float]], origin_s: float, *,
 async def measure(
     target_address: str, drafter_address: str, tokenizer: Tokenizer, *, draft_length: int, max_tokens: int
 ) -> list[Timeline]:
-    target = TargetClient(target_address, silence_limit_s=SILENCE_LIMIT_S)
     async with AsyncExitStack() as stack:
-        stack.callback(asyncio.ensure_future(target.run()).cancel)
-        await target.wait_connected(SILENCE_LIMIT_S)
-        assert target.info is not None
-        drafter = DrafterClient(drafter_address, target_info=target.info, silence_limit_s=SILENCE_LIMIT_S)
-        stack.callback(asyncio.ensure_future(drafter.run()).cancel)
-        await drafter.wait_connected(SILENCE_LIMIT_S)
+        target, drafter = await connected(stack, target_address, drafter_address)
         timelines = []
         for schedule in (Schedule.SEQUENTIAL, Schedule.PIPELINED):
             for _ in range(2):  # the first run warms up

@@ -106,11 +106,12 @@ async def _run(serve: Serve, settings: ServiceSettings) -> None:
 
 
 def _run_loop(main: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(main)
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """The fastest event loop there is here."""
     try:
         import uvloop  # noqa: PLC0415 - absent on Windows
     except ImportError:
