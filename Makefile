@@ -5,6 +5,8 @@
 SHELL := bash
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Two processes share the test files: most tests wait for other processes, so two cores are never idle.
+WORKERS := -n 2 --dist loadfile
 PROTO := $(sort $(wildcard proto/paceline/v1/*.proto))
 BENCHMARKS := $(sort $(wildcard benchmarks/[!_]*.py))
 
@@ -17,10 +19,10 @@ demo: $(INSTALLED) ## answer the same prompts plain, sequential and pipelined wi
 	@$(BIN)/paceline demo $(ARGS)
 
 test: $(INSTALLED) ## run all tests but the slow ones
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-all: $(INSTALLED) ## run all tests
-	@$(BIN)/pytest -m '' $(ARGS)
+	@$(BIN)/pytest $(WORKERS) -m '' $(ARGS)
 
 check: check-style check-types check-imports check-proto ## everything that can be checked without running a service
 

@@ -187,7 +187,7 @@ BAD_ITEMS = [
     bad_distribution("that is a list", "distribution", msgpack.packb([1, 2])),
     bad_distribution("with a field too many", "distribution", packed([3, 4], HALF, x=1)),
     bad_distribution("of a later version", "version", packed([3, 4], HALF, v=2)),
-    bad_distribution("over another vocabulary", "9 tokens", packed([3, 4], HALF, n=9)),
+    bad_distribution("over another vocabulary", "another vocabulary", packed([3, 4], HALF, n=9)),
     bad_distribution("with text for ids", "binary", packed([3, 4], HALF, ids="33334444")),
     bad_distribution("with one id too few", "bytes", packed([3], HALF)),
     bad_distribution("without entries", "entries", packed([], [])),

@@ -1,4 +1,4 @@
-"""C17: at temperature 0 the answer is, token for token, what transformers' `generate()` makes of the target alone (float32).
+"""C17: at temperature 0 the answer is, token for token, what transformers' `generate()` makes of the target (float32).
 
 The tiny network goes through every cell of prompts x draft lengths x schedules x drafters; the default model goes
 through three processes, each cell for a few prompts here and for all of them in `make test-all`.
