@@ -14,7 +14,7 @@ from typing import Generic
 
 import structlog
 
-from paceline.errors import DeadlineExceeded, PacelineError, internal_error
+from paceline.errors import DeadlineExceeded, PacelineError, QueueFull, internal_error
 from paceline.sessions import Address, Close, Event, Open, SessionTable
 from paceline.types import VerdictRows
 from target_service.verifier import CacheT, DraftToJudge, TargetSession, Verifier
@@ -33,6 +33,8 @@ class Judge:
 
 
 Command = Open | Judge | Close
+
+MAX_QUEUED = 16_384  # drafts that wait to be judged
 TargetEvent = Event[VerdictRows]
 
 
@@ -55,7 +57,7 @@ class Scheduler(Generic[CacheT]):
                 case Open():
                     return self._open(command)
                 case Judge():
-                    self._queue.append(command)
+                    self._enqueue(command)
                 case Close():
                     self._sessions.close(command.address)
         except PacelineError as error:
@@ -91,6 +93,11 @@ class Scheduler(Generic[CacheT]):
         for held in self._sessions.pop_idle():
             logger.info("an idle session was closed", session_id=held.address.session_id)
         return []
+
+    def _enqueue(self, command: Judge) -> None:
+        if len(self._queue) >= MAX_QUEUED:
+            raise QueueFull("Too many drafts wait to be judged here; try again in a moment.")
+        self._queue.append(command)
 
     def _open(self, command: Open) -> Sequence[TargetEvent]:
         _, events = self._sessions.open(

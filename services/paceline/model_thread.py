@@ -16,6 +16,8 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
+from paceline.errors import QueueFull
+
 logger = structlog.get_logger(__name__)
 
 CommandT = TypeVar("CommandT")
@@ -24,6 +26,7 @@ CommandT_contra = TypeVar("CommandT_contra", contravariant=True)
 EventT_co = TypeVar("EventT_co", covariant=True)
 
 _HOUSEKEEPING_S = 1.0
+MAX_QUEUED = 16_384  # commands not yet applied
 
 
 class Worker(Protocol[CommandT_contra, EventT_co]):
@@ -64,6 +67,9 @@ class ModelThread(Generic[CommandT, EventT]):
         self._thread.start()
 
     def submit(self, command: CommandT) -> None:
+        """Queue a command; raises `QueueFull` when the thread has fallen far behind."""
+        if self._inbox.qsize() >= MAX_QUEUED:
+            raise QueueFull("This replica has fallen behind its peers; try again in a moment.")
         self._inbox.put(command)
 
     @property

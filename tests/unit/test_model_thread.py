@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from paceline.errors import QueueFull
 from paceline.model_thread import ModelThread
 
 WAIT_S = 20.0  # for what comes at once unless something is broken
@@ -197,3 +198,13 @@ async def test_stop_lets_the_running_step_end_and_begins_no_other() -> None:
 async def test_a_thread_that_never_started_can_be_stopped() -> None:
     """A service may fail before it gets that far."""
     await model_thread(RecordingWorker(), Listener()).stop()
+
+
+async def test_a_thread_that_falls_behind_takes_no_more_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever submits hears of it at once, and no memory grows without bound."""
+    monkeypatch.setattr("paceline.model_thread.MAX_QUEUED", 2)
+    thread = ModelThread[str, str](RecordingWorker(), on_events=print, on_failure=print, name="never started")
+    thread.submit("a")
+    thread.submit("b")
+    with pytest.raises(QueueFull):
+        thread.submit("c")

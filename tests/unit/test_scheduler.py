@@ -20,6 +20,7 @@ from paceline.errors import (
 )
 from paceline.sessions import Address, Close, Open, SessionTable
 from paceline.types import Row, VerdictRows, VerificationRule
+from target_service import scheduler
 from target_service.scheduler import Command, Judge, Scheduler, TargetEvent
 from target_service.verifier import DraftToJudge, TargetSession, Verifier
 from tests.fakes import FakeCache, FakeModel, Logits, hashed_logits, spec_of
@@ -312,3 +313,13 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
     service.tell(*(Close(held.address) for held in list(service.sessions)))
     service.work()
     assert (len(service.sessions), service.scheduler.has_work()) == (0, False)
+
+
+def test_only_so_many_drafts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound a draft is refused at once with a hint, and those that wait are judged."""
+    monkeypatch.setattr(scheduler, "MAX_QUEUED", 2)
+    service = Service()
+    service.tell(opening(A))
+    said = service.tell(judge(A, (1, 2)), judge(A, (1, 2)), judge(A, (1, 2)))
+    assert [type(event.outcome) for event in said] == [QueueFull]
+    assert len(service.work()) == 2
