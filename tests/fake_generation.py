@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ class FakeGenerationService(GenerationServiceServicer):
     def __init__(self, answer: Answer = canned_answer) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.deadlines_s: list[float] = []
-        self.cancelled = 0
+        self.ended = threading.Event()  # a call is over, whichever side ended it
         self.answer = answer
 
     def Generate(  # noqa: N802
@@ -88,13 +89,11 @@ class FakeGenerationService(GenerationServiceServicer):
     ) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
         self.deadlines_s.append(context.time_remaining() or 0.0)
+        context.add_callback(self.ended.set)
         try:
             yield from self.answer(request)
         except PacelineError as error:
             context.abort_with_status(rpc_status.to_status(to_status(error)))
-        except GeneratorExit:
-            self.cancelled += 1
-            raise
 
     def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: grpc.ServicerContext

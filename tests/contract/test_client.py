@@ -438,19 +438,15 @@ async def test_deadline_travels_and_ends_the_wait(client: GenerationClient, serv
 
 async def test_leaving_the_stream_cancels_the_request(client: GenerationClient, service: FakeGenerationService) -> None:
     """A caller that has read enough does not keep the models busy."""
-    cancelled = threading.Event()
 
     def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
-        try:
-            while True:
-                yield next(canned_answer(request))
-        finally:
-            cancelled.set()
+        while not service.ended.is_set():
+            yield next(canned_answer(request))
 
     service.answer = answer
     async with aclosing(client.generate(REQUEST)) as events:
         await anext(events)
-    assert cancelled.wait(30)
+    assert await asyncio.to_thread(service.ended.wait, 30)
 
 
 @pytest.mark.parametrize(
