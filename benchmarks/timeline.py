@@ -167,7 +167,7 @@ async def measure(
 
 def main(
     draft_length: Annotated[int, typer.Option(help="Tokens of one draft.")] = 3,
-    logit_noise: Annotated[float, typer.Option(help="Noise on the drafter's logits.")] = 2.0,
+    logit_noise: Annotated[float, typer.Option(help="Noise on the drafter's logits.")] = 0.8,
     shown_s: Annotated[float, typer.Option(help="Seconds that the figure shows.")] = 2.5,
 ) -> None:
     """Measure both schedules and draw the figure."""
