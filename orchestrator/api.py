@@ -1,19 +1,44 @@
-"""The orchestrator's gRPC face: translation between messages and the values of `paceline.generation`, nothing else."""
+"""The orchestrator's gRPC face: translation between messages and the values of `paceline.generation`, nothing else.
+
+It has two doors. `GenerationServicer` serves a port of our own. The `ingress_...` functions answer behind an ingress that
+forwards calls, as Ray Serve's does: its context hides the caller's deadline and cannot abort a call, and a status
+reaches the caller only with a message that is yielded or returned after it was set. Knows nothing of Ray.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from orchestrator.generator import Generator
-from paceline.generation_wire import event_to_proto, request_from_proto, server_info_to_proto
-from paceline.rpc import Context, mapped_errors
+from paceline.errors import InvalidRequest
+from paceline.generation import DeploymentStatus
+from paceline.generation_wire import (
+    deployment_status_to_proto,
+    event_to_proto,
+    request_from_proto,
+    server_info_to_proto,
+)
+from paceline.rpc import DEADLINE_METADATA_KEY, Context, mapped_errors
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1 import generation_service_pb2_grpc as generation_grpc
 
+SERVICE_NAME: str = generation_pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+_LONGEST_DEADLINE = 16  # digits: some thousand years from now
+_HEALTH_PERIOD_S = 1.0
+
+Response = TypeVar("Response")
+
 
 class GenerationServicer(generation_grpc.GenerationServiceServicer):
-    """Serves `paceline.v1.GenerationService`."""
+    """Serves `paceline.v1.GenerationService` on a port of our own."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
@@ -21,11 +46,12 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
     async def Generate(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb.GenerateResponse]:
-        async with mapped_errors(context, rpc="Generate"):
-            answer = self._generator.generate(request_from_proto(request), timeout_s=context.time_remaining())
-            async with aclosing(answer) as events:
-                async for event in events:
-                    yield event_to_proto(event)
+        async with (
+            mapped_errors(context, rpc="Generate"),
+            aclosing(_answer(self._generator, request, context.time_remaining())) as responses,
+        ):
+            async for response in responses:
+                yield response
 
     async def GetServerInfo(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetServerInfoRequest, context: Context
@@ -33,3 +59,149 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         async with mapped_errors(context, rpc="GetServerInfo"):
             return server_info_to_proto(self._generator.info())
         raise AssertionError("mapped_errors ends the call")
+
+    async def GetPoolStatus(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.GetPoolStatusRequest, context: Context
+    ) -> generation_pb.GetPoolStatusResponse:
+        async with mapped_errors(context, rpc="GetPoolStatus"):
+            return deployment_status_to_proto(self._generator.status())
+        raise AssertionError("mapped_errors ends the call")
+
+
+async def _answer(
+    generator: Generator, message: generation_pb.GenerateRequest, timeout_s: float | None
+) -> AsyncGenerator[generation_pb.GenerateResponse]:
+    async with aclosing(generator.generate(request_from_proto(message), timeout_s=timeout_s)) as events:
+        async for event in events:
+            yield event_to_proto(event)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Behind an ingress
+
+
+class IngressContext(Protocol):
+    """What is used of a forwarded call's context (`ray.serve.grpc_util.RayServegRPCContext`)."""
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
+
+    def set_code(self, code: grpc.StatusCode) -> None: ...
+
+    def set_details(self, details: str) -> None: ...
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, Any]]) -> None: ...
+
+
+async def ingress_generate(
+    generator: Generator, request: generation_pb.GenerateRequest, context: IngressContext
+) -> AsyncGenerator[generation_pb.GenerateResponse]:
+    """`Generate` behind an ingress; an error ends it with one empty response, which carries the status."""
+    try:
+        async with (
+            mapped_errors(_StatusSetter(context), rpc="Generate"),
+            aclosing(_answer(generator, request, _time_remaining_s(context))) as responses,
+        ):
+            async for response in responses:
+                yield response
+    except _StatusIsSet:
+        yield generation_pb.GenerateResponse()
+
+
+async def ingress_get_server_info(generator: Generator, context: IngressContext) -> generation_pb.GetServerInfoResponse:
+    """`GetServerInfo` behind an ingress."""
+    return await _ingress_respond(
+        context,
+        "GetServerInfo",
+        lambda: server_info_to_proto(generator.info()),
+        otherwise=generation_pb.GetServerInfoResponse(),
+    )
+
+
+async def ingress_get_pool_status(
+    generator: Generator,
+    context: IngressContext,
+    *,
+    annotate: Callable[[DeploymentStatus], DeploymentStatus] = lambda status: status,
+) -> generation_pb.GetPoolStatusResponse:
+    """`GetPoolStatus` behind an ingress; `annotate` adds what only the control plane knows."""
+    return await _ingress_respond(
+        context,
+        "GetPoolStatus",
+        lambda: deployment_status_to_proto(annotate(generator.status())),
+        otherwise=generation_pb.GetPoolStatusResponse(),
+    )
+
+
+async def ingress_check(
+    generator: Generator, request: HealthCheckRequest, context: IngressContext
+) -> HealthCheckResponse:
+    """`grpc.health.v1.Health.Check` behind an ingress: serving while there is a target to answer with."""
+    status = _health(generator, request.service)
+    if status == HealthCheckResponse.SERVICE_UNKNOWN:
+        context.set_code(grpc.StatusCode.NOT_FOUND)
+        context.set_details(f"There is no service {request.service!r} here; ask for {SERVICE_NAME!r}.")
+        return HealthCheckResponse()
+    return HealthCheckResponse(status=status)
+
+
+async def ingress_watch(generator: Generator, request: HealthCheckRequest) -> AsyncGenerator[HealthCheckResponse]:
+    """`grpc.health.v1.Health.Watch` behind an ingress: the health now, and each change until the caller leaves."""
+    told: int | None = None
+    while True:
+        status = _health(generator, request.service)
+        if status != told:
+            yield HealthCheckResponse(status=status)
+            told = status
+        await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
+def _health(generator: Generator, service: str) -> int:
+    if service not in ("", SERVICE_NAME):
+        status = HealthCheckResponse.SERVICE_UNKNOWN
+    elif generator.is_ready:
+        status = HealthCheckResponse.SERVING
+    else:
+        status = HealthCheckResponse.NOT_SERVING
+    return int(status)
+
+
+async def _ingress_respond(
+    context: IngressContext, rpc: str, respond: Callable[[], Response], *, otherwise: Response
+) -> Response:
+    try:
+        async with mapped_errors(_StatusSetter(context), rpc=rpc):
+            return respond()
+    except _StatusIsSet:
+        return otherwise
+    raise AssertionError("mapped_errors sets a status")
+
+
+class _StatusIsSet(Exception):
+    """The call is over; its status waits in the context for the last message."""
+
+
+class _StatusSetter:
+    """Ends a call whose context cannot abort it (`rpc.Abortable`)."""
+
+    def __init__(self, context: IngressContext) -> None:
+        self._context = context
+
+    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
+        self._context.set_code(status.code)
+        self._context.set_details(status.details)
+        self._context.set_trailing_metadata(list(status.trailing_metadata))
+        raise _StatusIsSet
+
+
+def _time_remaining_s(context: IngressContext) -> float | None:
+    """Until the caller stops waiting, by the clocks of both machines; None if it did not say."""
+    stated = dict(context.invocation_metadata()).get(DEADLINE_METADATA_KEY)
+    if stated is None:
+        return None
+    digits = stated.decode("ascii", "replace") if isinstance(stated, bytes) else stated
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= _LONGEST_DEADLINE):
+        raise InvalidRequest(
+            f"The metadata {DEADLINE_METADATA_KEY} must be milliseconds since 1970, in digits.",
+            parameter=DEADLINE_METADATA_KEY,
+        )
+    return int(digits) / 1000 - time.time()

@@ -2,7 +2,9 @@
 
 A round may commit many tokens at once. They are looked at one by one, the stop before the length, and nothing behind
 the token that ends the answer exists: not in the text, not in the ids, not in the usage. How the tokens are spread over
-calls makes no difference. Pure; knows nothing of tokenizers, rounds or models.
+calls makes no difference: what has been given out with the first n tokens depends on those tokens alone. So an answer
+that was interrupted goes on once a fresh tracker has seen them again. Pure; knows nothing of tokenizers, rounds or
+models.
 """
 
 from __future__ import annotations

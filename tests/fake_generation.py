@@ -29,26 +29,62 @@ ROUNDS: Sequence[Sequence[tuple[str, pb.TokenOrigin]]] = (
 TEXT = "The sky is blue today."
 """What the canned answer says: the pieces of its rounds, and a full stop held back until the end."""
 
+FIRST_ID = 100
+"""The id of the first token; the others count up from it."""
 SEED = 2**64 - 1
+
+POOL_STATUS = pb.GetPoolStatusResponse(
+    pools=[
+        pb.PoolStatus(
+            name="target",
+            desired_replicas=2,
+            replicas=[
+                pb.ReplicaStatus(
+                    replica_id="target#1",
+                    address="10.0.0.1:7001",
+                    node_id="node-a",
+                    model_id="fake-target",
+                    sessions=3,
+                    max_sessions=32,
+                    queued=1,
+                    kv_used_tokens=1200,
+                    kv_capacity_tokens=40_000,
+                    acceptance_rate=0.75,
+                    is_connected=True,
+                ),
+                pb.ReplicaStatus(replica_id="target#2", address="10.0.0.2:7001", is_draining=True),
+            ],
+        ),
+        pb.PoolStatus(name="drafter"),
+    ],
+    orchestrator=pb.OrchestratorStatus(running_answers=3, max_answers=256, stall_fraction=0.0),
+)
+"""What the canned deployment looks like: all fields set, and fields that are absent or zero."""
 
 Answer = Callable[[pb.GenerateRequest], Iterator[pb.GenerateResponse]]
 
 
 def canned_answer(request: pb.GenerateRequest, *, elapsed_s: float = 0.5) -> Iterator[pb.GenerateResponse]:
-    """The whole canned answer; a request that names a seed gets it echoed."""
+    """The whole canned answer, or what is missing behind `output_ids`; a request that names a seed gets it echoed."""
     seed = request.seed if request.HasField("seed") else SEED
     yield pb.GenerateResponse(started=pb.Started(request_id="r1", seed=seed, prompt_tokens=3))
-    next_id = 100
+    next_id = FIRST_ID
     for tokens in ROUNDS:
-        pieces = [piece for piece, _ in tokens]
-        ids = range(next_id, next_id + len(tokens))
+        had_already = min(len(tokens), max(0, FIRST_ID + len(request.output_ids) - next_id))
+        ids = range(next_id + had_already, next_id + len(tokens))
         next_id += len(tokens)
-        delta = pb.Delta(text="".join(pieces), token_ids=ids, origins=[origin for _, origin in tokens], pieces=pieces)
-        yield pb.GenerateResponse(delta=delta)
-    yield pb.GenerateResponse(finished=finished(elapsed_s=elapsed_s, schedule=request.speculation.schedule))
+        pieces = [piece for piece, _ in tokens[had_already:]]
+        origins = [origin for _, origin in tokens[had_already:]]
+        if ids:
+            delta = pb.Delta(text="".join(pieces), token_ids=ids, origins=origins, pieces=pieces)
+            yield pb.GenerateResponse(delta=delta)
+    ending = finished(
+        elapsed_s=elapsed_s, schedule=request.speculation.schedule, resumed_tokens=len(request.output_ids)
+    )
+    yield pb.GenerateResponse(finished=ending)
 
 
-def finished(*, elapsed_s: float, schedule: pb.Schedule) -> pb.Finished:
+def finished(*, elapsed_s: float, schedule: pb.Schedule, resumed_tokens: int = 0) -> pb.Finished:
     speculation = pb.SpeculationUsage(
         num_drafts=2,
         num_draft_tokens=4,
@@ -66,13 +102,26 @@ def finished(*, elapsed_s: float, schedule: pb.Schedule) -> pb.Finished:
         rule=session_pb.VERIFICATION_RULE_COUPLED,
         schedule=schedule or pb.SCHEDULE_PIPELINED,
     )
-    usage = pb.Usage(prompt_tokens=3, completion_tokens=6)
-    return pb.Finished(finish_reason=pb.FINISH_REASON_STOP, text=".", usage=usage, speculation=speculation)
+    return pb.Finished(
+        finish_reason=pb.FINISH_REASON_STOP,
+        text=".",
+        usage=pb.Usage(prompt_tokens=3, completion_tokens=6),
+        speculation=speculation,
+        resumed_tokens=resumed_tokens,
+    )
 
 
 def prompt_of(request: pb.GenerateRequest) -> str:
     """What was asked: the text, or the last message."""
     return request.text or request.chat.messages[-1].content
+
+
+class BareStatus(Exception):
+    """Raised in an answer: the call ends with a status without details, as a proxy or a dying server gives it."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__(code.name)
+        self.code = code
 
 
 class FakeGenerationService(GenerationServiceServicer):
@@ -81,6 +130,7 @@ class FakeGenerationService(GenerationServiceServicer):
     def __init__(self, answer: Answer = canned_answer) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.deadlines_s: list[float] = []
+        self.metadata: list[dict[str, str | bytes]] = []  # of every call, whatever its method
         self.ended = threading.Event()  # a call is over, whichever side ended it
         self.answer = answer
 
@@ -89,15 +139,25 @@ class FakeGenerationService(GenerationServiceServicer):
     ) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
         self.deadlines_s.append(context.time_remaining() or 0.0)
+        self.metadata.append(dict(context.invocation_metadata()))
         context.add_callback(self.ended.set)
         try:
             yield from self.answer(request)
         except PacelineError as error:
             context.abort_with_status(rpc_status.to_status(to_status(error)))
+        except BareStatus as status:
+            context.abort(status.code, "bare words")
+
+    def GetPoolStatus(  # noqa: N802
+        self, request: pb.GetPoolStatusRequest, context: grpc.ServicerContext
+    ) -> pb.GetPoolStatusResponse:
+        self.metadata.append(dict(context.invocation_metadata()))
+        return POOL_STATUS
 
     def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: grpc.ServicerContext
     ) -> pb.GetServerInfoResponse:
+        self.metadata.append(dict(context.invocation_metadata()))
         return pb.GetServerInfoResponse(
             target=session_pb.ModelInfo(model_id="fake-target", vocab_size=1000, dtype="float32", eos_token_ids=[2]),
             drafter=session_pb.ModelInfo(model_id="ngram", method="ngram"),

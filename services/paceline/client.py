@@ -10,8 +10,11 @@ Light on purpose: importing it loads gRPC and the generated code, but no torch, 
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +28,7 @@ from paceline.errors import (
     ContextTooLong,
     DeadlineExceeded,
     DrafterUnavailable,
+    Draining,
     InvalidRequest,
     LengthMismatch,
     ModelMismatch,
@@ -42,10 +46,14 @@ from paceline.generation import (
     Completion,
     CompletionBuilder,
     Delta,
+    DeploymentStatus,
     Event,
     Finished,
     GenerationRequest,
     IncompleteAnswer,
+    OrchestratorStatus,
+    PoolStatus,
+    ReplicaStatus,
     Schedule,
     ServerInfo,
     SpeculationOptions,
@@ -54,8 +62,13 @@ from paceline.generation import (
     StopConditions,
     Usage,
 )
-from paceline.generation_wire import event_from_proto, request_to_proto, server_info_from_proto
-from paceline.rpc import ERROR_DOMAIN, open_channel
+from paceline.generation_wire import (
+    deployment_status_from_proto,
+    event_from_proto,
+    request_to_proto,
+    server_info_from_proto,
+)
+from paceline.rpc import APPLICATION_METADATA, DEADLINE_METADATA_KEY, ERROR_DOMAIN, open_channel
 from paceline.types import FinishReason, Origin, SamplingParams, VerificationRule
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -64,13 +77,17 @@ __all__ = [
     "ChatMessage",
     "Completion",
     "Delta",
+    "DeploymentStatus",
     "Event",
     "FinishReason",
     "Finished",
     "GenerationClient",
     "GenerationRequest",
     "IncompleteAnswer",
+    "OrchestratorStatus",
     "Origin",
+    "PoolStatus",
+    "ReplicaStatus",
     "SamplingParams",
     "Schedule",
     "ServerInfo",
@@ -85,8 +102,24 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_RESUMPTIONS = 8
 INFO_TIMEOUT_S = 10.0
+
+_FIRST_TRIES = 3  # calls that find nobody, before any answer has begun
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+_LATEST_DEADLINE_S = 1e12  # since 1970: for ever, for all purposes
 _CANCELLED_SENTENCE = "The answer was cancelled before its end; ask again."
+
+# What a dying server, or a proxy before it, makes of a stream that is not at its end.
+_BROKEN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+    }
+)
 
 
 class ServerUnavailable(PacelineError):
@@ -98,13 +131,23 @@ class ServerUnavailable(PacelineError):
 class GenerationClient:
     """One connection to an orchestrator, for any number of concurrent requests; an asynchronous context manager.
 
-    Every method raises a `PacelineError`: `ServerUnavailable` if nothing answers, `DeadlineExceeded` after `timeout_s`,
-    otherwise the error that the server reported, under its own reason.
+    An answer whose stream breaks in its middle is resumed: the client calls again, with the seed and the tokens it has,
+    and whichever orchestrator answers at the endpoint goes on from there. Every method raises a `PacelineError`:
+    `ServerUnavailable` if nothing answers, `DeadlineExceeded` after `timeout_s`, otherwise the error that the server
+    reported, under its own reason.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        """`endpoint` is HOST:PORT; raises `InvalidRequest` if it is not."""
+    def __init__(
+        self, endpoint: str, *, max_resumptions: int = DEFAULT_RESUMPTIONS, first_pause_s: float = _FIRST_PAUSE_S
+    ) -> None:
+        """`endpoint` is HOST:PORT; raises `InvalidRequest` if it is not.
+
+        `max_resumptions` is how often in a row an answer is taken up again without a new token coming; 0: never.
+        `first_pause_s` comes before the first of them, and each further one waits twice as long, up to 2 s, or as long
+        as the server asked for.
+        """
         self.endpoint = _checked_endpoint(endpoint)
+        self._max_resumptions, self._first_pause_s = max_resumptions, first_pause_s
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
@@ -114,36 +157,29 @@ class GenerationClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        # First of all, so that the streams which break now are not resumed.
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
 
     async def generate(
         self, request: GenerationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> AsyncGenerator[Event]:
-        """Stream one answer: `Started`, any number of `Delta`, `Finished`.
+        """Stream one answer: `Started`, any number of `Delta`, `Finished`, without a gap or a repetition.
 
         Closing the generator cancels the request at the server. Raises `IncompleteAnswer` if the stream ends without
-        `Finished`, whatever its status says.
+        `Finished`, whatever its status says, and cannot be resumed. Resumed under `greedy` and `coupled`, the answer is
+        the very one that was interrupted; under `rejection` it has the same law.
         """
-        call = self._stub().Generate(request_to_proto(request), timeout=timeout_s)
-        last: Event | None = None
-        try:
-            async for response in call:
-                event = event_from_proto(response)
-                if event is not None:
-                    last = event
-                    yield event
-        except grpc.aio.AioRpcError as error:
-            raise self._explain(error, timeout_s=timeout_s, in_mid_answer=last is not None) from error
-        except asyncio.CancelledError as error:
-            if _is_cancelled_by_caller():
-                raise
-            raise IncompleteAnswer(_CANCELLED_SENTENCE) from error
-        finally:
-            call.cancel()
-        if not isinstance(last, Finished):
-            raise IncompleteAnswer("The server's stream ended before the answer did; ask again.")
+        answer = _Answer(request, timeout_s=timeout_s)
+        while True:
+            try:
+                async with aclosing(self._call(answer)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except _Interrupted as interruption:
+                await self._pause(answer, interruption)
 
     async def complete(self, request: GenerationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Completion:
         """The whole answer at once."""
@@ -155,16 +191,83 @@ class GenerationClient:
 
     async def server_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServerInfo:
         try:
-            response = await self._stub().GetServerInfo(generation_pb.GetServerInfoRequest(), timeout=timeout_s)
+            response = await self._stub().GetServerInfo(
+                generation_pb.GetServerInfoRequest(), timeout=timeout_s, metadata=(APPLICATION_METADATA,)
+            )
         except grpc.aio.AioRpcError as error:
-            raise self._explain(error, timeout_s=timeout_s, in_mid_answer=False) from error
+            raise self._explain(error, timeout_s=timeout_s) from error
         return server_info_from_proto(response)
+
+    async def pool_status(self, *, timeout_s: float = INFO_TIMEOUT_S) -> DeploymentStatus:
+        """The pools as one orchestrator sees them, and how busy it is; behind an endpoint there may be several."""
+        try:
+            response = await self._stub().GetPoolStatus(
+                generation_pb.GetPoolStatusRequest(), timeout=timeout_s, metadata=(APPLICATION_METADATA,)
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._explain(error, timeout_s=timeout_s) from error
+        return deployment_status_from_proto(response)
+
+    async def _call(self, answer: _Answer) -> AsyncGenerator[Event]:
+        """The events of one call that the caller has not seen. Raises `_Interrupted` where another call may help."""
+        call = self._stub().Generate(
+            request_to_proto(answer.next_request()),
+            timeout=answer.time_remaining_s,
+            metadata=(APPLICATION_METADATA, (DEADLINE_METADATA_KEY, str(answer.deadline_unix_ms))),
+        )
+        has_begun = False
+        try:
+            async for response in call:
+                event = event_from_proto(response)
+                if event is None:
+                    continue
+                has_begun = True
+                fresh = answer.take(event)
+                if fresh is not None:
+                    yield fresh
+        except grpc.aio.AioRpcError as error:
+            if answer.is_finished:
+                return  # the answer is whole, whatever became of the connection then
+            failure = self._explain(error, timeout_s=answer.timeout_s, in_mid_answer=answer.has_started)
+            if _may_be_resumed(error, failure, answer, has_begun=has_begun):
+                raise _Interrupted(failure) from error
+            raise failure from error
+        except asyncio.CancelledError as error:
+            if _is_cancelled_by_caller():
+                raise
+            if answer.is_finished:
+                return
+            raise _Interrupted(IncompleteAnswer(_CANCELLED_SENTENCE)) from error
+        finally:
+            call.cancel()
+        if not answer.is_finished:
+            raise _Interrupted(IncompleteAnswer("The server's stream ended before the answer did; ask again."))
+
+    async def _pause(self, answer: _Answer, interruption: _Interrupted) -> None:
+        """Wait before the next call; raises what ended the last one if there is to be none."""
+        failure = interruption.failure
+        pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2.0 ** min(answer.failures, 32))
+        # Clients that lost the same server must not come back all at once.
+        pause_s = max(pause_s, failure.retry_after_s or 0.0) * random.uniform(1.0, 1.25)
+        answer.failures += 1
+        if answer.failures <= self._most_failures(answer, failure) and pause_s < answer.time_remaining_s:
+            await asyncio.sleep(pause_s)
+            if self._channel is not None:
+                return
+        raise failure from interruption.__cause__
+
+    def _most_failures(self, answer: _Answer, failure: PacelineError) -> int:
+        """Failures in a row after which another call is made."""
+        if answer.has_started:
+            return self._max_resumptions
+        # Nothing is lost yet: a server that restarts is waited for briefly, any other trouble is the caller's to judge.
+        return min(_FIRST_TRIES - 1, self._max_resumptions) if isinstance(failure, ServerUnavailable) else 0
 
     def _stub(self) -> GenerationServiceStub:
         assert self._channel is not None, "use the client within `async with`"
         return GenerationServiceStub(self._channel)
 
-    def _explain(self, error: grpc.aio.AioRpcError, *, timeout_s: float, in_mid_answer: bool) -> PacelineError:
+    def _explain(self, error: grpc.aio.AioRpcError, *, timeout_s: float, in_mid_answer: bool = False) -> PacelineError:
         reported = reported_error(error)
         if reported is not None:
             return reported
@@ -211,6 +314,90 @@ def _is_cancelled_by_caller() -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Resumption. The counting is our own: a retry library's begins with a call and ends with its result, this one begins
+# again with each token that comes.
+
+
+class _Interrupted(Exception):
+    """A call has ended before its answer, in a way that another call may mend."""
+
+    def __init__(self, failure: PacelineError) -> None:
+        super().__init__(failure.message)
+        self.failure = failure  # what the caller is told if no other call is made
+
+
+class _Answer:
+    """What has come of one answer, over all calls for it. Invariant: `take` has let each token through once."""
+
+    def __init__(self, request: GenerationRequest, *, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.deadline_unix_ms = int(min(time.time() + timeout_s, _LATEST_DEADLINE_S) * 1000)
+        self.failures = 0  # calls in a row that brought no token
+        self.is_finished = False
+        self._request = request
+        self._deadline_s = time.monotonic() + timeout_s
+        self._started: Started | None = None
+        self._token_ids: list[int] = []
+        self._resumptions = 0
+
+    @property
+    def has_started(self) -> bool:
+        return self._started is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._token_ids)
+
+    @property
+    def time_remaining_s(self) -> float:
+        return self._deadline_s - time.monotonic()
+
+    def next_request(self) -> GenerationRequest:
+        """Asks for what is missing."""
+        if self._started is None:
+            return self._request
+        output_ids = (*self._request.output_ids, *self._token_ids)
+        return replace(self._request, seed=self._started.seed, output_ids=output_ids)
+
+    def take(self, event: Event) -> Event | None:
+        """What of an event the caller gets. Raises `ModelMismatch` if another model has taken the answer up."""
+        match event:
+            case Started():
+                return self._take_started(event)
+            case Delta():
+                self._token_ids += event.token_ids
+                self.failures = 0 if event.token_ids else self.failures
+                return event
+            case Finished():
+                self.is_finished = True
+                return replace(event, resumptions=self._resumptions)
+
+    def _take_started(self, event: Started) -> Started | None:
+        if self._started is None:
+            self._started = event
+            return event
+        if event.prompt_tokens != self._started.prompt_tokens:
+            raise ModelMismatch(
+                f"The prompt was {self._started.prompt_tokens} tokens long and is {event.prompt_tokens} where the answer "
+                "was to go on, so another model answers now; ask again."
+            )
+        self._resumptions += 1
+        return None
+
+
+def _may_be_resumed(error: grpc.aio.AioRpcError, failure: PacelineError, answer: _Answer, *, has_begun: bool) -> bool:
+    """Whether another call may go on where this one ended, of which any event came if it `has_begun`.
+
+    It may not where the request itself is at fault.
+    """
+    if reported_error(error) is not None:
+        # An orchestrator that says so has tried what it could. Without a token nothing is lost: the caller may judge.
+        return answer.has_tokens and isinstance(failure, TargetUnavailable | Draining | QueueFull)
+    # Full is a place where the answer was to go on, before it does; later it is a message too large to be sent.
+    return error.code() in _BROKEN or (error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not has_begun)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Errors
 
 _ERRORS_BY_REASON: dict[str, type[PacelineError]] = {
@@ -225,6 +412,7 @@ _ERRORS_BY_REASON: dict[str, type[PacelineError]] = {
         ModelUnavailable,
         TargetUnavailable,
         DrafterUnavailable,
+        Draining,
         DeadlineExceeded,
         StartupFailed,
     )
@@ -248,7 +436,9 @@ def reported_error(error: grpc.aio.AioRpcError) -> PacelineError | None:
         case QueueFull.reason:
             return QueueFull(status.message, retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9)
         case reason:
-            return _ERRORS_BY_REASON.get(reason, PacelineError)(status.message, reason=reason, details=details)
+            reported = _ERRORS_BY_REASON.get(reason, PacelineError)(status.message, reason=reason, details=details)
+            reported.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9 or reported.retry_after_s
+            return reported
 
 
 def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:

@@ -70,6 +70,7 @@ class GenerationRequest:
     stopping: StopConditions = field(default_factory=StopConditions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     seed: int | None = None  # None: one is drawn and reported
+    output_ids: tuple[int, ...] = ()  # resumes an answer: what the caller has of it; needs the seed above temperature 0
 
     def __post_init__(self) -> None:
         given = [prompt for prompt in (self.text, self.token_ids, self.messages) if prompt is not None]
@@ -84,6 +85,11 @@ class GenerationRequest:
         _check_stopping(self.stopping)
         _require_range("draft_length", _present(self.speculation.draft_length), highest=MAX_DRAFT_LENGTH)
         _require_range("seed", _present(self.seed), highest=MAX_SEED)
+        _require_range("output_ids", self.output_ids)
+        if self.output_ids and self.seed is None and not self.sampling.is_greedy:
+            raise InvalidRequest(
+                "output_ids resume an answer, whose seed must be given above temperature 0.", parameter="seed"
+            )
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
@@ -168,7 +174,7 @@ class Delta:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     prompt_tokens: int
-    completion_tokens: int  # as delivered, the end token included
+    completion_tokens: int  # as delivered, the end token included; of the whole answer, however often it was resumed
 
     @property
     def total_tokens(self) -> int:
@@ -177,7 +183,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationUsage:
-    """What speculation did for one request; names and meanings are those of the protocol's `SpeculationUsage`."""
+    """What speculation did for one request; names and meanings are those of the protocol's `SpeculationUsage`.
+
+    Of an answer that was resumed it covers what came behind `Finished.resumed_tokens`.
+    """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -210,6 +219,8 @@ class Finished:
     text: str  # held back until now
     usage: Usage
     speculation: SpeculationUsage
+    resumed_tokens: int = 0  # of the completion tokens, those that the last call brought along as `output_ids`
+    resumptions: int = 0  # how often the client took the answer up again; a server never says
 
 
 Event = Started | Delta | Finished
@@ -217,7 +228,7 @@ Event = Started | Delta | Finished
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer; if the request itself had `output_ids`, what came behind them."""
 
     request_id: str
     text: str
@@ -228,12 +239,14 @@ class Completion:
     seed: int
     usage: Usage
     speculation: SpeculationUsage
+    resumed_tokens: int = 0  # of the completion tokens, those that the last call brought along
+    resumptions: int = 0  # how often the client took the answer up again after a break
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens delivered over the time from admission to the last of them."""
+        """Tokens delivered over the time from admission to the last of them, since the last resumption."""
         elapsed_s = self.speculation.elapsed_s
-        return self.usage.completion_tokens / elapsed_s if elapsed_s else 0.0
+        return (self.usage.completion_tokens - self.resumed_tokens) / elapsed_s if elapsed_s else 0.0
 
 
 class CompletionBuilder:
@@ -267,7 +280,13 @@ class CompletionBuilder:
             seed=self._started.seed,
             usage=self._finished.usage,
             speculation=self._finished.speculation,
+            resumed_tokens=self._finished.resumed_tokens,
+            resumptions=self._finished.resumptions,
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Servers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,3 +296,49 @@ class ServerInfo:
     target: ModelInfo
     drafter: ModelInfo | None  # None: no drafter is connected
     speculation: SpeculationOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """One replica of a model service: what it last said of itself; counts are 0 until it has said anything."""
+
+    replica_id: str  # unique for each start of a replica
+    address: str  # HOST:PORT of its gRPC server
+    node_id: str = ""  # in the control plane's words; "": unknown
+    model_id: str = ""  # "": it has not been asked yet
+    sessions: int = 0  # held by it, to whichever orchestrator they belong
+    max_sessions: int = 0  # 0: unknown
+    queued: int = 0  # items waiting for a model step
+    kv_used_tokens: int = 0
+    kv_capacity_tokens: int = 0  # 0: unknown, or without a bound
+    acceptance_rate: float | None = None  # accepted / judged draft tokens since its start; None: unknown
+    is_draining: bool = False  # takes no new sessions and will stop soon
+    is_connected: bool = False  # the orchestrator that was asked has a stream to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatus:
+    """The replicas of one model service."""
+
+    name: str  # "target" or "drafter"
+    replicas: tuple[ReplicaStatus, ...]
+    desired_replicas: int | None = None  # None: nothing scales the pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrchestratorStatus:
+    """How busy the orchestrator is that was asked."""
+
+    running_answers: int
+    max_answers: int
+    stall_fraction: float | None = None  # share of its answers' time spent waiting for drafts lately; None: unknown
+    replica_id: str = ""  # "": there is no control plane
+    node_id: str = ""  # in the control plane's words; "": unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentStatus:
+    """The state of a deployment, as one of its orchestrators sees it."""
+
+    pools: tuple[PoolStatus, ...]
+    orchestrator: OrchestratorStatus

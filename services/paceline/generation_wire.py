@@ -11,9 +11,13 @@ from paceline.errors import InvalidRequest, PayloadInvalid
 from paceline.generation import (
     ChatMessage,
     Delta,
+    DeploymentStatus,
     Event,
     Finished,
     GenerationRequest,
+    OrchestratorStatus,
+    PoolStatus,
+    ReplicaStatus,
     Schedule,
     ServerInfo,
     SpeculationOptions,
@@ -73,6 +77,7 @@ def request_to_proto(request: GenerationRequest) -> generation_pb.GenerateReques
         ),
         speculation=_options_to_proto(request.speculation),
         seed=request.seed,
+        output_ids=request.output_ids,
     )
     if request.text is not None:
         message.text = request.text
@@ -103,6 +108,7 @@ def request_from_proto(message: generation_pb.GenerateRequest) -> GenerationRequ
         ),
         speculation=_options_from_proto(message.speculation),
         seed=message.seed if message.HasField("seed") else None,
+        output_ids=tuple(message.output_ids),
     )
 
 
@@ -155,6 +161,7 @@ def event_to_proto(event: Event) -> generation_pb.GenerateResponse:
                     prompt_tokens=event.usage.prompt_tokens, completion_tokens=event.usage.completion_tokens
                 ),
                 speculation=_usage_to_proto(event.speculation),
+                resumed_tokens=event.resumed_tokens,
             )
             return generation_pb.GenerateResponse(finished=finished)
 
@@ -182,6 +189,7 @@ def event_from_proto(response: generation_pb.GenerateResponse) -> Event | None:
                     prompt_tokens=finished.usage.prompt_tokens, completion_tokens=finished.usage.completion_tokens
                 ),
                 speculation=_usage_from_proto(finished.speculation),
+                resumed_tokens=finished.resumed_tokens,
             )
         case _:
             return None
@@ -235,6 +243,10 @@ def _usage_from_proto(message: generation_pb.SpeculationUsage) -> SpeculationUsa
     )
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Servers
+
+
 def server_info_to_proto(info: ServerInfo) -> generation_pb.GetServerInfoResponse:
     return generation_pb.GetServerInfoResponse(
         target=info_to_proto(info.target),
@@ -248,4 +260,79 @@ def server_info_from_proto(message: generation_pb.GetServerInfoResponse) -> Serv
         target=info_from_proto(message.target),
         drafter=info_from_proto(message.drafter) if message.HasField("drafter") else None,
         speculation=_options_from_proto(message.speculation),
+    )
+
+
+def deployment_status_to_proto(status: DeploymentStatus) -> generation_pb.GetPoolStatusResponse:
+    return generation_pb.GetPoolStatusResponse(
+        pools=[
+            generation_pb.PoolStatus(
+                name=pool.name,
+                desired_replicas=pool.desired_replicas,
+                replicas=[_replica_to_proto(replica) for replica in pool.replicas],
+            )
+            for pool in status.pools
+        ],
+        orchestrator=generation_pb.OrchestratorStatus(
+            running_answers=status.orchestrator.running_answers,
+            max_answers=status.orchestrator.max_answers,
+            stall_fraction=status.orchestrator.stall_fraction,
+            replica_id=status.orchestrator.replica_id,
+            node_id=status.orchestrator.node_id,
+        ),
+    )
+
+
+def deployment_status_from_proto(message: generation_pb.GetPoolStatusResponse) -> DeploymentStatus:
+    orchestrator = message.orchestrator
+    return DeploymentStatus(
+        pools=tuple(
+            PoolStatus(
+                name=pool.name,
+                desired_replicas=pool.desired_replicas if pool.HasField("desired_replicas") else None,
+                replicas=tuple(_replica_from_proto(replica) for replica in pool.replicas),
+            )
+            for pool in message.pools
+        ),
+        orchestrator=OrchestratorStatus(
+            running_answers=orchestrator.running_answers,
+            max_answers=orchestrator.max_answers,
+            stall_fraction=orchestrator.stall_fraction if orchestrator.HasField("stall_fraction") else None,
+            replica_id=orchestrator.replica_id,
+            node_id=orchestrator.node_id,
+        ),
+    )
+
+
+def _replica_to_proto(replica: ReplicaStatus) -> generation_pb.ReplicaStatus:
+    return generation_pb.ReplicaStatus(
+        replica_id=replica.replica_id,
+        address=replica.address,
+        node_id=replica.node_id,
+        model_id=replica.model_id,
+        sessions=replica.sessions,
+        max_sessions=replica.max_sessions,
+        queued=replica.queued,
+        kv_used_tokens=replica.kv_used_tokens,
+        kv_capacity_tokens=replica.kv_capacity_tokens,
+        acceptance_rate=replica.acceptance_rate,
+        is_draining=replica.is_draining,
+        is_connected=replica.is_connected,
+    )
+
+
+def _replica_from_proto(message: generation_pb.ReplicaStatus) -> ReplicaStatus:
+    return ReplicaStatus(
+        replica_id=message.replica_id,
+        address=message.address,
+        node_id=message.node_id,
+        model_id=message.model_id,
+        sessions=message.sessions,
+        max_sessions=message.max_sessions,
+        queued=message.queued,
+        kv_used_tokens=message.kv_used_tokens,
+        kv_capacity_tokens=message.kv_capacity_tokens,
+        acceptance_rate=message.acceptance_rate if message.HasField("acceptance_rate") else None,
+        is_draining=message.is_draining,
+        is_connected=message.is_connected,
     )

@@ -43,6 +43,11 @@ ERROR_DOMAIN = "paceline"
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 SPLIT_BYTES = 256 * 1024  # one long prompt must not hold up other sessions' verdicts
 
+DEADLINE_METADATA_KEY = "deadline-unix-ms"
+"""When the caller stops waiting, in milliseconds since 1970, in ASCII digits: an ingress may hide gRPC's own deadline."""
+APPLICATION_METADATA = ("application", "paceline")
+"""What Ray Serve's ingress routes by, where it serves more than one application; others ignore it."""
+
 STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     PayloadInvalid: grpc.StatusCode.INVALID_ARGUMENT,

@@ -244,6 +244,7 @@ class ModelInfo:
     method: str = ""  # drafters only
     dtype: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    emulated: bool = False  # its steps are held to a set time (`engine.emulation`): no speed seen is a measurement
 
 
 @dataclass(slots=True)

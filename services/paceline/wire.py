@@ -180,6 +180,7 @@ def info_to_proto(info: ModelInfo) -> session_pb.ModelInfo:
         method=info.method,
         dtype=info.dtype,
         eos_token_ids=info.eos_token_ids,
+        emulated=info.emulated,
     )
 
 
@@ -193,6 +194,7 @@ def info_from_proto(message: session_pb.ModelInfo) -> ModelInfo:
         method=message.method,
         dtype=message.dtype,
         eos_token_ids=tuple(message.eos_token_ids),
+        emulated=message.emulated,
     )
 
 

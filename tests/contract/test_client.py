@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -21,18 +24,23 @@ from paceline.client import (
     GenerationClient,
     GenerationRequest,
     IncompleteAnswer,
+    OrchestratorStatus,
     Origin,
+    PoolStatus,
+    ReplicaStatus,
     SamplingParams,
     Schedule,
     ServerUnavailable,
     SpeculationOptions,
     Started,
     StopConditions,
+    Usage,
     VerificationRule,
 )
 from paceline.errors import (
     ContextTooLong,
     DeadlineExceeded,
+    Draining,
     InvalidRequest,
     ModelMismatch,
     PacelineError,
@@ -40,11 +48,20 @@ from paceline.errors import (
     QueueFull,
     TargetUnavailable,
 )
-from paceline.generation_wire import request_to_proto
+from paceline.generation_wire import deployment_status_to_proto, request_to_proto
 from paceline.v1 import generation_service_pb2 as pb
 from paceline.v1 import session_pb2 as session_pb
 from paceline.v1.generation_service_pb2_grpc import GenerationServiceServicer
-from tests.fake_generation import SEED, TEXT, FakeGenerationService, canned_answer, serving
+from tests.fake_generation import (
+    POOL_STATUS,
+    SEED,
+    TEXT,
+    Answer,
+    BareStatus,
+    FakeGenerationService,
+    canned_answer,
+    serving,
+)
 
 REQUEST = GenerationRequest(text="Why?")
 
@@ -57,7 +74,15 @@ def service() -> FakeGenerationService:
 @pytest.fixture
 async def client(service: FakeGenerationService) -> AsyncIterator[GenerationClient]:
     with serving(service) as endpoint:
-        async with GenerationClient(endpoint) as client:
+        async with GenerationClient(endpoint, first_pause_s=0.001) as client:
+            yield client
+
+
+@pytest.fixture
+async def plain_client(service: FakeGenerationService) -> AsyncIterator[GenerationClient]:
+    """One that resumes nothing."""
+    with serving(service) as endpoint:
+        async with GenerationClient(endpoint, max_resumptions=0) as client:
             yield client
 
 
@@ -108,6 +133,33 @@ async def test_server_info_names_models_and_defaults(client: GenerationClient) -
     assert info.speculation == SpeculationOptions(
         rule=VerificationRule.COUPLED, draft_length=4, schedule=Schedule.PIPELINED
     )
+
+
+async def test_pool_status_tells_unknown_from_zero(client: GenerationClient) -> None:
+    """Every figure of every replica comes back; what nobody knows is None, which is not 0."""
+    status = await client.pool_status()
+    target, drafter = status.pools
+    assert (target.name, target.desired_replicas, drafter) == (
+        "target", 2, PoolStatus(name="drafter", replicas=(), desired_replicas=None),
+    )  # fmt: skip
+    assert target.replicas == (
+        ReplicaStatus(
+            replica_id="target#1",
+            address="10.0.0.1:7001",
+            node_id="node-a",
+            model_id="fake-target",
+            sessions=3,
+            max_sessions=32,
+            queued=1,
+            kv_used_tokens=1200,
+            kv_capacity_tokens=40_000,
+            acceptance_rate=0.75,
+            is_connected=True,
+        ),
+        ReplicaStatus(replica_id="target#2", address="10.0.0.2:7001", is_draining=True),
+    )
+    assert status.orchestrator == OrchestratorStatus(running_answers=3, max_answers=256, stall_fraction=0.0)
+    assert deployment_status_to_proto(status) == POOL_STATUS
 
 
 def test_blocking_form_gives_the_same_answer(service: FakeGenerationService) -> None:
@@ -164,6 +216,7 @@ async def test_every_field_reaches_the_server(client: GenerationClient, service:
         stopping=StopConditions(max_tokens=11, stop=("END", "\n"), stop_token_ids=(4,), ignore_eos=True),
         speculation=SpeculationOptions(rule=VerificationRule.REJECTION, draft_length=0, schedule=Schedule.SEQUENTIAL),
         seed=0,
+        output_ids=(100, 101),
     )
     await client.complete(request)
     assert service.requests == [
@@ -193,8 +246,21 @@ async def test_every_field_reaches_the_server(client: GenerationClient, service:
                 rule=session_pb.VERIFICATION_RULE_REJECTION, draft_length=0, schedule=pb.SCHEDULE_SEQUENTIAL
             ),
             seed=0,
+            output_ids=[100, 101],
         )
     ]
+
+
+async def test_every_call_says_what_an_ingress_must_know(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """The application that it routes by, and the deadline, which it would not pass on."""
+    before_s = time.time()
+    await client.complete(REQUEST, timeout_s=50.0)
+    await client.server_info()
+    await client.pool_status()
+    assert [metadata["application"] for metadata in service.metadata] == ["paceline"] * 3
+    assert before_s + 49.9 <= int(service.metadata[0]["deadline-unix-ms"]) / 1000 <= time.time() + 50.0
 
 
 async def test_what_is_left_out_is_absent(client: GenerationClient, service: FakeGenerationService) -> None:
@@ -206,6 +272,7 @@ async def test_what_is_left_out_is_absent(client: GenerationClient, service: Fak
     assert not sent.stopping.HasField("max_tokens")
     assert not sent.speculation.HasField("draft_length")
     assert not sent.sampling.HasField("allowed_token_ids")
+    assert not sent.output_ids
     assert sent.speculation.rule == session_pb.VERIFICATION_RULE_UNSPECIFIED
     assert sent.speculation.schedule == pb.SCHEDULE_UNSPECIFIED
 
@@ -242,6 +309,8 @@ def test_empty_prompt_is_still_a_prompt(kind: str, prompt: dict[str, object]) ->
         ("banned_token_ids", {"text": "a", "sampling": SamplingParams(banned_token_ids=(-1,))}),
         ("allowed_token_ids", {"text": "a", "sampling": SamplingParams(allowed_token_ids=(2**32,))}),
         ("logit_bias", {"text": "a", "sampling": SamplingParams(logit_bias=((2**32, 1.0),))}),
+        ("output_ids", {"text": "a", "seed": 1, "output_ids": (1, 2**32)}),
+        ("seed", {"text": "a", "output_ids": (1,)}),
     ],
 )
 def test_what_the_protocol_cannot_carry_is_refused_by_name(parameter: str, fields: dict[str, object]) -> None:
@@ -249,6 +318,219 @@ def test_what_the_protocol_cannot_carry_is_refused_by_name(parameter: str, field
     with pytest.raises(InvalidRequest) as refusal:
         GenerationRequest(**fields)  # type: ignore[arg-type]
     assert refusal.value.parameter == parameter
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resumption
+
+EVENTS_BEFORE_THE_END = 4  # of the canned answer: `Started` and three rounds
+TARGET_GONE = TargetUnavailable("The target is gone.")
+DRAINING = Draining("The orchestrator stops.")
+TARGET_GONE.retry_after_s = DRAINING.retry_after_s = 0.001
+
+
+def broken_after(count: int, ending: Exception | None) -> Answer:
+    """An answer that ends after so many events, by an error or (None) without a word."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        yield from itertools.islice(canned_answer(request), count)
+        if ending is not None:
+            raise ending
+
+    return answer
+
+
+def in_turn(*answers: Answer) -> Answer:
+    """One answer for each call; the calls after them get the canned one."""
+    left = list(reversed(answers))
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        yield from (left.pop() if left else canned_answer)(request)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        BareStatus(grpc.StatusCode.UNAVAILABLE),
+        BareStatus(grpc.StatusCode.INTERNAL),
+        BareStatus(grpc.StatusCode.UNKNOWN),
+        BareStatus(grpc.StatusCode.CANCELLED),
+        None,
+    ],
+    ids=lambda ending: type(ending).__name__ + str(ending or ""),
+)
+@pytest.mark.parametrize("count", range(1, EVENTS_BEFORE_THE_END + 1))
+async def test_answer_goes_on_wherever_its_stream_breaks(
+    client: GenerationClient, service: FakeGenerationService, count: int, ending: Exception | None
+) -> None:
+    """After every event and for every way to end, the caller sees one whole answer: no token lost, none twice."""
+    undisturbed = [event async for event in client.generate(REQUEST)]
+    service.answer = in_turn(broken_after(count, ending))
+    events = [event async for event in client.generate(REQUEST)]
+    assert events[:-1] == undisturbed[:-1]
+    assert isinstance(events[-1], Finished)
+    had_before = sum(len(event.token_ids) for event in events[:count] if isinstance(event, Delta))
+    assert events[-1].usage == Usage(prompt_tokens=3, completion_tokens=6)
+    assert (events[-1].text, events[-1].resumptions, events[-1].resumed_tokens) == (".", 1, had_before)
+
+
+@pytest.mark.parametrize("ending", [DRAINING, TARGET_GONE], ids=lambda ending: type(ending).__name__)
+async def test_answer_goes_on_when_its_orchestrator_cannot(
+    client: GenerationClient, service: FakeGenerationService, ending: PacelineError
+) -> None:
+    """An orchestrator that gives up in mid-answer leaves it to another."""
+    service.answer = in_turn(broken_after(2, ending))
+    completion = await client.complete(REQUEST)
+    assert (completion.text, completion.resumptions) == (TEXT, 1)
+
+
+async def test_resumed_call_brings_seed_and_tokens_along(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """The second request is the first one, with the seed that was reported and the ids that came; all else as it was."""
+    service.answer = in_turn(broken_after(3, None))
+    request = replace(REQUEST, stopping=StopConditions(max_tokens=9, stop=("x",)))
+    completion = await client.complete(request)
+    assert (completion.text, completion.resumptions) == (TEXT, 1)
+    assert service.requests == [
+        request_to_proto(request),
+        request_to_proto(replace(request, seed=SEED, output_ids=(100, 101, 102, 103))),
+    ]
+
+
+async def test_tokens_of_the_callers_own_are_kept_in_front(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """A caller that resumes an answer itself is resumed behind its own tokens; the speed counts the last call alone."""
+    service.answer = in_turn(broken_after(2, None))
+    completion = await client.complete(replace(REQUEST, seed=5, output_ids=(100, 101)))
+    assert [list(sent.output_ids) for sent in service.requests] == [[100, 101], [100, 101, 102, 103]]
+    assert (completion.token_ids, completion.seed) == ((102, 103, 104, 105), 5)
+    assert completion.tokens_per_second == pytest.approx(2 / 0.5)
+
+
+async def test_resumptions_are_counted_from_the_last_new_token(
+    service: FakeGenerationService,
+) -> None:
+    """Three rounds that each end in a break are all resumed though only one break in a row is allowed."""
+    service.answer = lambda request: broken_after(2 if len(request.output_ids) < 6 else 9, TARGET_GONE)(request)
+    with serving(service) as endpoint:
+        async with GenerationClient(endpoint, max_resumptions=1, first_pause_s=0.001) as client:
+            completion = await client.complete(REQUEST)
+    assert (completion.text, completion.resumptions) == (TEXT, 3)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+async def test_fruitless_resumptions_are_bounded(service: FakeGenerationService, most: int) -> None:
+    """An answer that gets nowhere ends with the last error, after so many further calls as are allowed."""
+    service.answer = lambda request: broken_after(1 if request.output_ids else 2, TARGET_GONE)(request)
+    with serving(service) as endpoint:
+        async with GenerationClient(endpoint, max_resumptions=most, first_pause_s=0.001) as client:
+            with pytest.raises(TargetUnavailable):
+                await client.complete(REQUEST)
+    assert len(service.requests) == 1 + most
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("No.", parameter="seed"),
+        ContextTooLong("No."),
+        ModelMismatch("No."),
+        DeadlineExceeded("No."),
+        PacelineError("No."),
+        BareStatus(grpc.StatusCode.RESOURCE_EXHAUSTED),
+        BareStatus(grpc.StatusCode.DEADLINE_EXCEEDED),
+        BareStatus(grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+    ids=lambda error: type(error).__name__ + str(error),
+)
+async def test_error_that_another_call_cannot_mend_is_raised_at_once(
+    client: GenerationClient, service: FakeGenerationService, error: Exception
+) -> None:
+    """In mid-answer too: one call, one error."""
+    service.answer = broken_after(2, error)
+    with pytest.raises(PacelineError):
+        await client.complete(REQUEST)
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "error"),
+    [
+        *itertools.product([0, 1], [TARGET_GONE, DRAINING, QueueFull("Full.")]),
+        (0, BareStatus(grpc.StatusCode.INTERNAL)),
+        (0, None),
+    ],
+    ids=str,
+)
+async def test_answer_without_a_token_is_not_asked_for_again(
+    client: GenerationClient, service: FakeGenerationService, count: int, error: Exception | None
+) -> None:
+    """Whether a request that was not served should wait or go elsewhere is for the caller to say."""
+    service.answer = broken_after(count, error)
+    with pytest.raises(PacelineError):
+        await client.complete(REQUEST)
+    assert len(service.requests) == 1
+
+
+async def test_full_server_is_waited_for_in_mid_answer(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """A place that is full where the answer was to go on, an ingress or an orchestrator, is asked again as it says."""
+    service.answer = in_turn(
+        broken_after(2, None),
+        broken_after(0, QueueFull("Full.", retry_after_s=0.2)),
+        broken_after(0, BareStatus(grpc.StatusCode.RESOURCE_EXHAUSTED)),
+    )
+    started_s = time.monotonic()
+    completion = await client.complete(REQUEST)
+    assert time.monotonic() - started_s >= 0.2
+    assert (completion.text, completion.resumptions, len(service.requests)) == (TEXT, 1, 4)
+
+
+async def test_server_that_just_restarts_is_found_before_the_answer_begins(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """Two calls that reach nobody are made up for by a third."""
+    service.answer = in_turn(*[broken_after(0, BareStatus(grpc.StatusCode.UNAVAILABLE))] * 2)
+    completion = await client.complete(REQUEST)
+    assert (completion.text, completion.resumptions, len(service.requests)) == (TEXT, 0, 3)
+
+
+async def test_break_behind_the_end_is_no_break(client: GenerationClient, service: FakeGenerationService) -> None:
+    """Once `finished` has come the answer is whole, whatever the status says; it does not come twice."""
+    service.answer = broken_after(9, BareStatus(grpc.StatusCode.UNAVAILABLE))
+    assert (await client.complete(REQUEST)).text == TEXT
+    assert len(service.requests) == 1
+
+
+async def test_another_model_does_not_go_on_with_the_answer(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """Where the prompt has another length than it had, the text would be a mixture of two models'."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(started=pb.Started(seed=1, prompt_tokens=3 + len(request.output_ids)))
+        yield pb.GenerateResponse(delta=pb.Delta(token_ids=[7], pieces=["a"], origins=[pb.TOKEN_ORIGIN_PLAIN]))
+
+    service.answer = answer
+    with pytest.raises(ModelMismatch, match="another model"):
+        await client.complete(REQUEST)
+
+
+async def test_time_of_the_caller_bounds_all_calls_together(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """A pause that would outlast the caller's time is not begun, and each call is told the same end."""
+    service.answer = in_turn(broken_after(2, None), broken_after(0, QueueFull("Full.", retry_after_s=30.0)))
+    with pytest.raises(QueueFull):
+        await client.complete(REQUEST, timeout_s=20.0)
+    first, second = (int(metadata["deadline-unix-ms"]) for metadata in service.metadata)
+    assert first == second
+    assert abs(first / 1000 - time.time() - 20.0) < 15.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,7 +590,7 @@ async def test_full_queue_says_when_to_try_again(client: GenerationClient, servi
 
 
 async def test_error_in_mid_answer_comes_after_the_tokens(
-    client: GenerationClient, service: FakeGenerationService
+    plain_client: GenerationClient, service: FakeGenerationService
 ) -> None:
     """What was streamed before a failure has been delivered."""
 
@@ -319,21 +601,23 @@ async def test_error_in_mid_answer_comes_after_the_tokens(
         raise TargetUnavailable("The target is gone.")
 
     service.answer = answer
-    events = client.generate(REQUEST)
+    events = plain_client.generate(REQUEST)
     assert isinstance(await anext(events), Started)
     assert isinstance(await anext(events), Delta)
     with pytest.raises(TargetUnavailable):
         await anext(events)
 
 
-async def test_stream_without_an_end_is_an_error(client: GenerationClient, service: FakeGenerationService) -> None:
+async def test_stream_without_an_end_is_an_error(
+    plain_client: GenerationClient, service: FakeGenerationService
+) -> None:
     """A stream that ends with status OK but without `finished` is no whole answer."""
 
     def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
         yield from list(canned_answer(request))[:-1]
 
     service.answer = answer
-    events = client.generate(REQUEST)
+    events = plain_client.generate(REQUEST)
     for _ in range(4):
         await anext(events)
     with pytest.raises(IncompleteAnswer):
@@ -391,20 +675,6 @@ async def test_closing_the_client_ends_its_streams_with_an_error(
     released.set()
 
 
-class _AbortingService(FakeGenerationService):
-    """Ends every call with a bare status, as a proxy or an overloaded gRPC server does."""
-
-    def __init__(self, code: grpc.StatusCode) -> None:
-        super().__init__()
-        self._code = code
-
-    def Generate(  # noqa: N802
-        self, request: pb.GenerateRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.GenerateResponse]:
-        yield next(canned_answer(request))
-        context.abort(self._code, "bare words")
-
-
 @pytest.mark.parametrize(
     ("code", "kind", "words"),
     [
@@ -413,12 +683,17 @@ class _AbortingService(FakeGenerationService):
         (grpc.StatusCode.RESOURCE_EXHAUSTED, PacelineError, "bare words"),
     ],
 )
-async def test_bare_statuses_become_our_errors(code: grpc.StatusCode, kind: type[PacelineError], words: str) -> None:
+async def test_bare_statuses_become_our_errors(
+    plain_client: GenerationClient,
+    service: FakeGenerationService,
+    code: grpc.StatusCode,
+    kind: type[PacelineError],
+    words: str,
+) -> None:
     """A status without our details is told by its code; CANCELLED from the server does not cancel the caller's task."""
-    with serving(_AbortingService(code)) as endpoint:
-        async with GenerationClient(endpoint) as client:
-            with pytest.raises(kind, match=words):
-                await client.complete(REQUEST)
+    service.answer = broken_after(1, BareStatus(code))
+    with pytest.raises(kind, match=words):
+        await plain_client.complete(REQUEST)
 
 
 async def test_deadline_travels_and_ends_the_wait(client: GenerationClient, service: FakeGenerationService) -> None:

@@ -298,11 +298,8 @@ def expected_answer(tokenizer: Tokenizer, ids: Sequence[int], ends: EndCondition
     return Answer(tokenizer.decode(delivered), delivered, len(delivered), FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_split_into_rounds_gives_the_answer_of_the_definition(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """500 drawn answers a tokenizer, with stop strings, stop tokens and limits: exact, so no failure is by chance."""
+def drawn_answer(tokenizer: Tokenizer, data: st.DataObject) -> tuple[list[int], EndConditions]:
+    """Tokens with single bytes, special and unknown ids among them, and conditions that may end them anywhere."""
     usual = st.sampled_from([*b"aaabbb\n\xf0\x9f\x98\x80", tokenizer.vocab_size - 2])
     ids = data.draw(st.lists(usual | st.integers(0, tokenizer.vocab_size), min_size=1, max_size=24))
     ends = EndConditions(
@@ -311,7 +308,48 @@ def test_any_split_into_rounds_gives_the_answer_of_the_definition(tokenizer: Tok
         stop=tuple(data.draw(st.lists(st.text("ab\n😀", min_size=1, max_size=4), max_size=3))),
         stop_token_ids=frozenset(data.draw(st.lists(st.sampled_from(ids), max_size=1))),
     )
+    return ids, ends
+
+
+def drawn_rounds(ids: Sequence[int], data: st.DataObject) -> list[Sequence[int]]:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
-    rounds = [ids[start:end] for start, end in pairwise(cuts)]
+    return [ids[start:end] for start, end in pairwise(cuts)]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_split_into_rounds_gives_the_answer_of_the_definition(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """500 drawn answers a tokenizer, with stop strings, stop tokens and limits: exact, so no failure is by chance."""
+    ids, ends = drawn_answer(tokenizer, data)
     tracker = OutputTracker(IncrementalDetokenizer(tokenizer), ends)
-    assert track(tracker, rounds) == expected_answer(tokenizer, ids, ends)
+    assert track(tracker, drawn_rounds(ids, data)) == expected_answer(tokenizer, ids, ends)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_text_given_out_with_each_token_depends_on_the_tokens_alone(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """150 drawn answers a tokenizer, in rounds and all at once: the same piece for every token, and the same rest."""
+    ids, ends = drawn_answer(tokenizer, data)
+    at_once, in_rounds = (OutputTracker(IncrementalDetokenizer(tokenizer), ends) for _ in range(2))
+    expected = at_once.accept(ids)
+    pieces = [piece for round_ids in drawn_rounds(ids, data) for piece in in_rounds.accept(round_ids).pieces]
+    assert (tuple(pieces), in_rounds.finish()) == (expected.pieces, at_once.finish())
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_tracker_that_has_seen_the_tokens_again_goes_on_where_it_was(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """100 drawn answers a tokenizer, each interrupted behind every token: nothing is given out twice, nothing is lost."""
+    ids, ends = drawn_answer(tokenizer, data)
+    undisturbed = OutputTracker(IncrementalDetokenizer(tokenizer), ends)
+    whole, rest = undisturbed.accept(ids), undisturbed.finish()
+    for cut in range(len(whole.token_ids) + 1):
+        resumed = OutputTracker(IncrementalDetokenizer(tokenizer), ends)
+        resumed.accept(ids[:cut])
+        following = resumed.accept(ids[cut:])
+        assert (following.token_ids, following.pieces) == (whole.token_ids[cut:], whole.pieces[cut:])
+        assert (resumed.finish(), resumed.finish_reason) == (rest, undisturbed.finish_reason)
+        assert resumed.output_length == undisturbed.output_length

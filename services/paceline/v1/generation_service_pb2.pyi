@@ -78,7 +78,7 @@ class SpeculationOptions(_message.Message):
     def __init__(self, rule: _Optional[_Union[_session_pb2.VerificationRule, str]] = ..., draft_length: _Optional[int] = ..., schedule: _Optional[_Union[Schedule, str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "stopping", "speculation", "seed")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "stopping", "speculation", "seed", "output_ids")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class GenerateRequest(_message.Message):
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _session_pb2.TokenIds
     chat: ChatMessages
@@ -93,7 +94,8 @@ class GenerateRequest(_message.Message):
     stopping: StopConditions
     speculation: SpeculationOptions
     seed: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_session_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_session_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., seed: _Optional[int] = ..., output_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -172,16 +174,18 @@ class SpeculationUsage(_message.Message):
     def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., per_token_acceptance: _Optional[float] = ..., rounds: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_busy_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., rule: _Optional[_Union[_session_pb2.VerificationRule, str]] = ..., schedule: _Optional[_Union[Schedule, str]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "text", "usage", "speculation")
+    __slots__ = ("finish_reason", "text", "usage", "speculation", "resumed_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     text: str
     usage: Usage
     speculation: SpeculationUsage
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationUsage, _Mapping]] = ...) -> None: ...
+    resumed_tokens: int
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationUsage, _Mapping]] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -196,3 +200,67 @@ class GetServerInfoResponse(_message.Message):
     drafter: _session_pb2.ModelInfo
     speculation: SpeculationOptions
     def __init__(self, target: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., drafter: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ...) -> None: ...
+
+class GetPoolStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPoolStatusResponse(_message.Message):
+    __slots__ = ("pools", "orchestrator")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    ORCHESTRATOR_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    orchestrator: OrchestratorStatus
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., orchestrator: _Optional[_Union[OrchestratorStatus, _Mapping]] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("name", "desired_replicas", "replicas")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    desired_replicas: int
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    def __init__(self, name: _Optional[str] = ..., desired_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+
+class ReplicaStatus(_message.Message):
+    __slots__ = ("replica_id", "address", "node_id", "model_id", "sessions", "max_sessions", "queued", "kv_used_tokens", "kv_capacity_tokens", "acceptance_rate", "is_draining", "is_connected")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    KV_USED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    address: str
+    node_id: str
+    model_id: str
+    sessions: int
+    max_sessions: int
+    queued: int
+    kv_used_tokens: int
+    kv_capacity_tokens: int
+    acceptance_rate: float
+    is_draining: bool
+    is_connected: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., node_id: _Optional[str] = ..., model_id: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., queued: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., is_draining: bool = ..., is_connected: bool = ...) -> None: ...
+
+class OrchestratorStatus(_message.Message):
+    __slots__ = ("running_answers", "max_answers", "stall_fraction", "replica_id", "node_id")
+    RUNNING_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    STALL_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    running_answers: int
+    max_answers: int
+    stall_fraction: float
+    replica_id: str
+    node_id: str
+    def __init__(self, running_answers: _Optional[int] = ..., max_answers: _Optional[int] = ..., stall_fraction: _Optional[float] = ..., replica_id: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...

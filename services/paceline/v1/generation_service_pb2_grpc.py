@@ -44,6 +44,11 @@ class GenerationServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_generation__service__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_generation__service__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.GetPoolStatus = channel.unary_unary(
+                '/paceline.v1.GenerationService/GetPoolStatus',
+                request_serializer=paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -64,6 +69,13 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPoolStatus(self, request, context):
+        """Says which replicas the orchestrator that answers knows, and how busy they and it are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=paceline_dot_v1_dot_generation__service__pb2.GetServerInfoRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_generation__service__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetPoolStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPoolStatus,
+                    request_deserializer=paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +149,33 @@ class GenerationService(object):
             '/paceline.v1.GenerationService/GetServerInfo',
             paceline_dot_v1_dot_generation__service__pb2.GetServerInfoRequest.SerializeToString,
             paceline_dot_v1_dot_generation__service__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPoolStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.GenerationService/GetPoolStatus',
+            paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusRequest.SerializeToString,
+            paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,19 +89,31 @@ class SessionFailed(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("sessions", "queued", "draining", "stale_items")
+    __slots__ = ("sessions", "queued", "draining", "stale_items", "max_sessions", "kv_used_tokens", "kv_capacity_tokens", "num_draft_tokens", "num_accepted_tokens", "step_busy_share")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALE_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_USED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     queued: int
     draining: bool
     stale_items: int
-    def __init__(self, sessions: _Optional[int] = ..., queued: _Optional[int] = ..., draining: bool = ..., stale_items: _Optional[int] = ...) -> None: ...
+    max_sessions: int
+    kv_used_tokens: int
+    kv_capacity_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    step_busy_share: float
+    def __init__(self, sessions: _Optional[int] = ..., queued: _Optional[int] = ..., draining: bool = ..., stale_items: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., step_busy_share: _Optional[float] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_id", "vocab_size", "max_context", "tokenizer_sha256", "incarnation", "method", "dtype", "eos_token_ids")
+    __slots__ = ("model_id", "vocab_size", "max_context", "tokenizer_sha256", "incarnation", "method", "dtype", "eos_token_ids", "emulated")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +122,7 @@ class ModelInfo(_message.Message):
     METHOD_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EMULATED_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     vocab_size: int
     max_context: int
@@ -118,4 +131,5 @@ class ModelInfo(_message.Message):
     method: str
     dtype: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., incarnation: _Optional[str] = ..., method: _Optional[str] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    emulated: bool
+    def __init__(self, model_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., incarnation: _Optional[str] = ..., method: _Optional[str] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., emulated: bool = ...) -> None: ...
