@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafter_service.app import serve_drafter
+from drafter_service.service import serve_drafter
 from drafter_service.methods.draft_model import DraftModelMethod
 from paceline.engine.model import Extension
 from paceline.model_service import use_threads
 from paceline.process import Lifetime, run_service
 from paceline.settings import DrafterSettings, TargetSettings
 from paceline.types import ModelInfo
-from target_service.app import serve_target
+from target_service.service import serve_target
 
 VOCAB_SIZE = 64
 MAX_CONTEXT = 1_000_000

@@ -22,15 +22,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.instant import VOCAB_SIZE
 from benchmarks.report import machine, write_report
-from orchestrator.clients import DrafterClient, TargetClient
+from orchestrator.board import PoolBoard, most_room_first, nearest_first
+from orchestrator.directory import StaticDirectory
+from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafting import DraftsWithFallback, NoDrafts
 from orchestrator.finish import EndConditions, OutputTracker
 from orchestrator.loop import SpeculationPlan, run_session
+from orchestrator.remote_target import FailoverLimits
+from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
 from paceline.client import GenerationClient
 from paceline.generation import (
@@ -41,6 +46,7 @@ from paceline.generation import (
     StopConditions,
 )
 from paceline.process import new_event_loop
+from paceline.telemetry import PoolMetrics
 from paceline.types import SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 from tests.checkpoints import word_tokenizer
 
@@ -88,7 +94,7 @@ def request_for(rule: VerificationRule, schedule: Schedule, *, draft_length: int
 
 
 async def loop_times_ms(
-    request: GenerationRequest, tokenizer: Tokenizer, target: TargetClient, drafter: DrafterClient
+    request: GenerationRequest, tokenizer: Tokenizer, target: TargetPool, drafter: DrafterPool
 ) -> list[float]:
     """Between consecutive rounds of one session run by this process, the prompt's round left out."""
     assert request.token_ids is not None
@@ -103,23 +109,25 @@ async def loop_times_ms(
         vocab_size=VOCAB_SIZE,
     )
     times: list[float] = []
-    async with target.session(spec, verify_deadline_s=60, deadline_s=None) as at_target:
-        with drafter.session(spec, draft_deadline_s=10) as at_drafter:
-            rounds = run_session(
-                spec,
-                request.token_ids,
-                SpeculationPlan(schedule=options.schedule, draft_length=options.draft_length),
-                target=at_target,
-                drafts=NoDrafts() if options.schedule is Schedule.PLAIN else DraftsWithFallback(at_drafter, None),
-                output=OutputTracker(IncrementalDetokenizer(tokenizer), EndConditions(max_tokens=max_tokens)),
-                stats=SpeculationStats(),
-            )
-            last_s = None
-            async for _ in rounds:
-                now_s = time.perf_counter()
-                if last_s is not None:
-                    times.append((now_s - last_s) * 1e3)
-                last_s = now_s
+    with (
+        target.session(spec, verify_deadline_s=60, deadline_s=None) as at_target,
+        drafter.session(spec, draft_deadline_s=10) as at_drafter,
+    ):
+        rounds = run_session(
+            spec,
+            request.token_ids,
+            SpeculationPlan(schedule=options.schedule, draft_length=options.draft_length),
+            target=at_target,
+            drafts=NoDrafts() if options.schedule is Schedule.PLAIN else DraftsWithFallback(at_drafter, None),
+            output=OutputTracker(IncrementalDetokenizer(tokenizer), EndConditions(max_tokens=max_tokens)),
+            stats=SpeculationStats(),
+        )
+        last_s = None
+        async for _ in rounds:
+            now_s = time.perf_counter()
+            if last_s is not None:
+                times.append((now_s - last_s) * 1e3)
+            last_s = now_s
     return times
 
 
@@ -164,15 +172,24 @@ async def measure(
     return rows
 
 
-async def connected(
-    stack: AsyncExitStack, target_address: str, drafter_address: str
-) -> tuple[TargetClient, DrafterClient]:
-    """The orchestrator's connections to both services, kept up for the life of the stack."""
-    target = TargetClient(target_address, silence_limit_s=SILENCE_LIMIT_S)
+async def connected(stack: AsyncExitStack, target_address: str, drafter_address: str) -> tuple[TargetPool, DrafterPool]:
+    """The orchestrator's pools of one replica each, kept connected for the life of the stack."""
+    metrics = PoolMetrics(CollectorRegistry())
+    target = TargetPool(
+        StaticDirectory([target_address], PoolBoard(most_room_first)),
+        limits=FailoverLimits(timeout_s=1.0, max_migrations=0),
+        silence_limit_s=SILENCE_LIMIT_S,
+        metrics=metrics,
+    )
     stack.callback(asyncio.ensure_future(target.run()).cancel)
     await target.wait_connected(SILENCE_LIMIT_S)
     assert target.info is not None
-    drafter = DrafterClient(drafter_address, target_info=target.info, silence_limit_s=SILENCE_LIMIT_S)
+    drafter = DrafterPool(
+        StaticDirectory([drafter_address], PoolBoard(nearest_first)),
+        target_info=target.info,
+        silence_limit_s=SILENCE_LIMIT_S,
+        metrics=metrics,
+    )
     stack.callback(asyncio.ensure_future(drafter.run()).cancel)
     await drafter.wait_connected(SILENCE_LIMIT_S)
     return target, drafter

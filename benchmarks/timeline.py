@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +20,12 @@ from matplotlib.axes import Axes
 
 from benchmarks.overhead import connected, start
 from benchmarks.report import machine, write_report
-from orchestrator.clients import DrafterClient, RemoteDrafts, TargetClient
+from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafting import DraftsWithFallback
 from orchestrator.finish import EndConditions, OutputTracker
 from orchestrator.loop import SpeculationPlan, Target, run_session
+from orchestrator.remote_drafts import RemoteDrafts
+from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
 from paceline.engine.checkpoint import DEFAULT_MODEL, resolve_checkpoint
 from paceline.generation import Schedule
@@ -58,26 +60,24 @@ class WatchedTarget:
         return rows
 
 
-class WatchedDrafts:
+class WatchedDrafts(RemoteDrafts):
     """Notes when the drafter computed."""
 
-    def __init__(self, inner: RemoteDrafts, timeline: Timeline) -> None:
-        self._inner, self._timeline = inner, timeline
+    def __init__(self, drafter: DrafterPool, spec: SessionSpec, timeline: Timeline) -> None:
+        super().__init__(drafter, spec, draft_deadline_s=10)
+        self._timeline = timeline
 
     def on_event(self, event: Any) -> None:
         if event.WhichOneof("event") == "proposal":
             duration_s = event.proposal.draft_time_us / 1e6
             self._timeline.drafter.append((time.perf_counter() - duration_s, duration_s))
-        self._inner.on_event(event)
-
-    def on_lost(self, reason: str) -> None:
-        self._inner.on_lost(reason)
+        super().on_event(event)
 
 
 async def record(
     schedule: Schedule,
-    target: TargetClient,
-    drafter: DrafterClient,
+    target: TargetPool,
+    drafter: DrafterPool,
     tokenizer: Tokenizer,
     *,
     draft_length: int,
@@ -96,20 +96,22 @@ async def record(
     )
     timeline = Timeline(schedule)
     output = OutputTracker(IncrementalDetokenizer(tokenizer), EndConditions(max_tokens=max_tokens))
-    async with target.session(spec, verify_deadline_s=60, deadline_s=None) as at_target:
-        with drafter.session(spec, draft_deadline_s=10) as at_drafter:
-            drafter.attach(spec.session_id, WatchedDrafts(at_drafter, timeline))
-            rounds = run_session(
-                spec,
-                prompt_ids,
-                SpeculationPlan(schedule=schedule, draft_length=draft_length),
-                target=WatchedTarget(at_target, timeline),
-                drafts=DraftsWithFallback(at_drafter, None),
-                output=output,
-                stats=timeline.stats,
-            )
-            async for result in rounds:
-                timeline.tokens.append((time.perf_counter(), len(result.delivery.token_ids)))
+    with (
+        target.session(spec, verify_deadline_s=60, deadline_s=None) as at_target,
+        closing(WatchedDrafts(drafter, spec, timeline)) as at_drafter,
+    ):
+        at_drafter.ask()
+        rounds = run_session(
+            spec,
+            prompt_ids,
+            SpeculationPlan(schedule=schedule, draft_length=draft_length),
+            target=WatchedTarget(at_target, timeline),
+            drafts=DraftsWithFallback(at_drafter, None),
+            output=output,
+            stats=timeline.stats,
+        )
+        async for result in rounds:
+            timeline.tokens.append((time.perf_counter(), len(result.delivery.token_ids)))
     return timeline
 
 

@@ -1,3 +1,3 @@
-from drafter_service.app import main
+from drafter_service.service import main
 
 main()

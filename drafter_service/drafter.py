@@ -63,6 +63,9 @@ class DraftMethod(Protocol[StateT]):
     def rewind(self, state: StateT, length: int) -> None:
         """Only the first `length` of the session's ids are still what they were."""
 
+    def kv_tokens(self, state: StateT, session: DraftView) -> int:
+        """Tokens whose keys and values the state holds, or will once it has caught up; 0 without a model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
@@ -218,6 +221,10 @@ class Drafter(Generic[StateT]):
     def has_work(self) -> bool:
         return any(self._queues.values())
 
+    @property
+    def waiting(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
     def step(self) -> Sequence[DrafterEvent]:
         """Serve the most urgent session that has waited longest: at most one model step."""
         session_id = next(iter(next(queue for queue in self._queues.values() if queue)))
@@ -233,6 +240,7 @@ class Drafter(Generic[StateT]):
             logger.exception("a draft step failed", session_id=session_id)
             self._let_go(held.address)
             return [Event(held.address, internal_error())]
+        self._sessions.recount(held)
         self._requeue(held)
         return [Event(held.address, drafted)] if drafted else []
 
@@ -284,6 +292,7 @@ class Drafter(Generic[StateT]):
         unchanged = session.commit(command, self._method.max_context)
         if unchanged < before:
             self._method.rewind(held.state.state, unchanged)
+        self._sessions.recount(held)
         # With less credit than before, no step may follow that would push what is drafted already.
         drafted = session.take_draft()
         self._requeue(held)

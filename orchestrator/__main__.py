@@ -1,3 +1,3 @@
-from orchestrator.app import main
+from orchestrator.service import main
 
 main()

@@ -1,109 +1,198 @@
-"""The orchestrator as a process: settings, tokenizer, connections to target and drafter, server."""
+"""The application on Ray Serve: three deployments, built from one validated configuration.
+
+`build` is what `serve deploy` and `paceline serve` call. The Orchestrator deployment is the ingress: Serve's proxy hands
+it gRPC calls, and everything behind them runs as it does without Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import NoReturn
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from typing import Any
 
-import structlog
+import ray
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve._private.common import ReplicaState
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.handle import DeploymentHandle
 
-from orchestrator.api import GenerationServicer
-from orchestrator.clients import DrafterClient, TargetClient
-from orchestrator.generator import Generator
-from orchestrator.text import Tokenizer
-from paceline.engine.checkpoint import resolve_checkpoint
-from paceline.errors import StartupFailed
-from paceline.model_service import use_threads
-from paceline.process import Lifetime, Serve, run_service, until_idle
-from paceline.rpc import Server
-from paceline.settings import OrchestratorSettings
-from paceline.telemetry import SpeculationMetrics, serve_metrics
-from paceline.types import ModelInfo
-from paceline.v1 import generation_service_pb2
-from paceline.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
+from drafter_service.app import DrafterReplica
+from orchestrator import api
+from orchestrator.board import PoolBoard, most_room_first, nearest_first
+from orchestrator.config import OrchestratorPool, Pool, parse_application
+from orchestrator.ray_directory import RayDirectory
+from orchestrator.scaling import PoolPolicy
+from orchestrator.service import open_generator
+from paceline.generation import DeploymentStatus
+from paceline.telemetry import configure_logging
+from paceline.v1 import generation_service_pb2 as generation_pb
+from target_service.app import TargetReplica
 
-logger = structlog.get_logger(__name__)
+__all__ = ["PoolPolicy", "build"]
 
-SERVICE_NAME = generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+_PLACES_BEYOND_SESSIONS = 16  # for status and health calls while every session's place is taken
+_SHUTDOWN_POLL_S = 0.5
 
 
-def prepare(settings: OrchestratorSettings) -> Serve:
-    # The orchestrator multiplies nothing: one thread keeps torch's pool from starting.
-    use_threads(settings.threads or 1)
-    return lambda lifetime: serve_orchestrator(lifetime, settings)
+class OrchestratorReplica:
+    """One orchestrator behind Serve's ingress."""
 
-
-async def serve_orchestrator(lifetime: Lifetime, settings: OrchestratorSettings) -> None:
-    """Connect, then serve until asked to stop; raises `StartupFailed` if the target cannot be reached."""
-    registry = CollectorRegistry()
-    serve_metrics(registry, host=settings.host, port=settings.metrics_port)
-    metrics = SpeculationMetrics(registry)
-    async with AsyncExitStack() as connections:
-        target = TargetClient(settings.target, silence_limit_s=settings.silence_limit_s)
-        await connections.enter_async_context(_kept_connected(target, lifetime))
-        target_info = await _connected_target(target, settings)
-        tokenizer = await _load_tokenizer(settings, target_info)
-        drafter = None
-        if settings.drafter is not None:
-            drafter = DrafterClient(settings.drafter, target_info=target_info, silence_limit_s=settings.silence_limit_s)
-            await connections.enter_async_context(_kept_connected(drafter, lifetime))
-            if not await drafter.wait_connected(settings.drafter_timeout_s):
-                # A drafter is optional at any time: sessions go on without it, and use it when it comes.
-                logger.warning("no drafter answers yet", address=settings.drafter)
-        metrics.stale_items.set_function(lambda: target.stale_items + (drafter.stale_items if drafter else 0))
-        await _serve(
-            lifetime, settings, Generator(settings, tokenizer, target=target, drafter=drafter, metrics=metrics)
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        service: dict[str, Any],
+        target: DeploymentHandle[Any],
+        drafter: DeploymentHandle[Any] | None,
+        *,
+        has_drafters_always: bool,
+    ) -> None:
+        settings = OrchestratorPool(service=service).settings()
+        configure_logging(settings.log_level, service="orchestrator")
+        node_id = ray.get_runtime_context().get_node_id()
+        targets = RayDirectory(target, "target", PoolBoard(most_room_first, node_id=node_id), is_always_there=True)
+        drafters = None
+        if drafter is not None:
+            board = PoolBoard(nearest_first, node_id=node_id)
+            drafters = RayDirectory(drafter, "drafter", board, is_always_there=has_drafters_always)
+        self._resources = AsyncExitStack()
+        self._generator = await self._resources.enter_async_context(
+            open_generator(settings, targets=targets, drafters=drafters, registry=CollectorRegistry())
         )
 
+    async def Generate(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncIterator[generation_pb.GenerateResponse]:
+        async with aclosing(api.ingress_generate(self._generator, request, grpc_context)) as responses:
+            async for response in responses:
+                yield response
 
-@asynccontextmanager
-async def _kept_connected(client: TargetClient | DrafterClient, lifetime: Lifetime) -> AsyncIterator[None]:
-    """Keep the connection up while the block runs; should its task break, the service stops with that error."""
-    task = asyncio.ensure_future(client.run())
-    task.add_done_callback(lambda _: lifetime.stop())
+    async def GetServerInfo(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
+    ) -> generation_pb.GetServerInfoResponse:
+        return await api.ingress_get_server_info(self._generator, grpc_context)
+
+    async def GetPoolStatus(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.GetPoolStatusRequest, grpc_context: RayServegRPCContext
+    ) -> generation_pb.GetPoolStatusResponse:
+        wanted = await asyncio.to_thread(_wanted_replicas)
+        return await api.ingress_get_pool_status(
+            self._generator, grpc_context, annotate=lambda status: _annotated(status, wanted)
+        )
+
+    async def Check(  # noqa: N802 - the name is the contract's
+        self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> HealthCheckResponse:
+        return await api.ingress_check(self._generator, request, grpc_context)
+
+    async def Watch(self, request: HealthCheckRequest) -> AsyncIterator[HealthCheckResponse]:  # noqa: N802
+        async with aclosing(api.ingress_watch(self._generator, request)) as responses:
+            async for response in responses:
+                yield response
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._generator.scaling_figures()
+
+    async def __del__(self) -> None:
+        await self._resources.aclose()
+
+
+def _wanted_replicas() -> dict[str, int]:
+    """By pool: the replicas that Serve runs or is about to; empty while its controller is away."""
     try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        deployments = serve.status().applications[serve.get_replica_context().app_name].deployments
+    except (RayError, RayServeException, KeyError):
+        return {}
+    return {
+        name.lower(): sum(count for state, count in status.replica_states.items() if state != ReplicaState.STOPPING)
+        for name, status in deployments.items()
+    }
 
 
-async def _serve(lifetime: Lifetime, settings: OrchestratorSettings, generator: Generator) -> None:
-    server = Server(host=settings.host, port=settings.port)
-    add_GenerationServiceServicer_to_server(GenerationServicer(generator), server.registrar)
-    await server.start(SERVICE_NAME)
-    lifetime.ready("orchestrator", server.address)
-    logger.info("ready", address=server.address)
-    await lifetime.until_stopped()
-    await server.begin_draining()
-    await until_idle(lambda: generator.running, limit_s=settings.drain_s)
-    await server.stop(0.5)
-
-
-async def _connected_target(target: TargetClient, settings: OrchestratorSettings) -> ModelInfo:
-    if not await target.wait_connected(settings.connect_timeout_s) or target.info is None:
-        raise StartupFailed(
-            f"No target answers at {settings.target}; start one with `python -m target_service` and name it by --target."
-        )
-    return target.info
-
-
-async def _load_tokenizer(settings: OrchestratorSettings, target: ModelInfo) -> Tokenizer:
-    name = settings.tokenizer or target.model_id
-    tokenizer = await asyncio.to_thread(
-        lambda: Tokenizer.load(str(resolve_checkpoint(name, cache_dir=settings.cache_dir)))
+def _annotated(status: DeploymentStatus, wanted: Mapping[str, int]) -> DeploymentStatus:
+    pools = tuple(replace(pool, desired_replicas=wanted.get(pool.name)) for pool in status.pools)
+    orchestrator = replace(
+        status.orchestrator,
+        replica_id=serve.get_replica_context().replica_tag,
+        node_id=ray.get_runtime_context().get_node_id(),
     )
-    if target.tokenizer_sha256 and tokenizer.fingerprint != target.tokenizer_sha256:
-        raise StartupFailed(
-            f"The tokenizer {name!r} ({tokenizer.fingerprint[:16]}) is not the target's "
-            f"({target.tokenizer_sha256[:16]}); name the target's by --tokenizer."
+    return replace(status, pools=pools, orchestrator=orchestrator)
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application for a configuration's `args`; raises `ConfigInvalid`."""
+    application = parse_application(args)
+    target = _deployment(TargetReplica, "Target", application.target).bind(_service_settings(application.target))
+    drafter = None
+    if application.drafter is not None:
+        pool = _deployment(DrafterReplica, "Drafter", application.drafter)
+        drafter = pool.bind(_service_settings(application.drafter))
+    orchestrator = _deployment(OrchestratorReplica, "Orchestrator", application.orchestrator)
+    # Only what it needs: Serve starts replicas afresh whose arguments have changed.
+    return orchestrator.bind(
+        {"threads": 1, **application.orchestrator.service},
+        target,
+        drafter,
+        has_drafters_always=application.drafter is not None and application.drafter.replicas.min > 0,
+    )
+
+
+def _deployment(replica_type: type[Any], name: str, pool: Pool) -> serve.Deployment:
+    replicas = pool.replicas
+    max_sessions = pool.settings().max_sessions
+    options: dict[str, Any] = {
+        "max_ongoing_requests": max_sessions,
+        "max_queued_requests": max_sessions,
+        "graceful_shutdown_timeout_s": pool.drain_s,
+        "graceful_shutdown_wait_loop_s": _SHUTDOWN_POLL_S,
+        "health_check_period_s": pool.health_check_period_s,
+        "health_check_timeout_s": pool.health_check_timeout_s,
+        "ray_actor_options": _actor_options(pool),
+        # Also a pool of a fixed size: its figures reach the policy for the whole application only so.
+        "autoscaling_config": {
+            "min_replicas": replicas.min,
+            "max_replicas": replicas.max,
+            "initial_replicas": replicas.initial,
+            "target_ongoing_requests": replicas.sessions_per_replica,
+            "upscale_delay_s": replicas.upscale_delay_s,
+            "downscale_delay_s": replicas.downscale_delay_s,
+            "downscale_to_zero_delay_s": replicas.downscale_to_zero_delay_s,
+            "look_back_period_s": replicas.look_back_period_s,
+        },
+    }
+    if isinstance(pool, OrchestratorPool):
+        options["max_ongoing_requests"] += _PLACES_BEYOND_SESSIONS
+        options["max_queued_requests"] = -1  # the orchestrator refuses in words
+    else:
+        options["request_router_config"] = RequestRouterConfig(
+            request_router_class="orchestrator.ray_directory:PoolRouter",  # type: ignore[arg-type]
+            request_router_kwargs={"pool": name.lower()},
         )
-    return tokenizer
+    if pool.max_replicas_per_node is not None:
+        options["max_replicas_per_node"] = pool.max_replicas_per_node
+    return serve.deployment(name=name, **options)(replica_type)
 
 
-def main() -> NoReturn:
-    run_service("orchestrator", OrchestratorSettings, prepare)
+def _service_settings(pool: Pool) -> dict[str, Any]:
+    """A replica computes on as many threads as it was given cores, unless the configuration says otherwise."""
+    return {"threads": max(1, int(pool.num_cpus)), **pool.service}
+
+
+def _actor_options(pool: Pool) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
+    if pool.accelerator_type is not None:
+        options["accelerator_type"] = pool.accelerator_type
+    if pool.labels:
+        options["label_selector"] = pool.labels
+    if isinstance(pool, OrchestratorPool) and pool.prefers:
+        # Soft: first a node of that kind, then any that the hard labels allow.
+        options["label_selector"] = {**pool.labels, **pool.prefers}
+        options["fallback_strategy"] = [{"label_selector": pool.labels}]
+    if pool.environment:
+        options["runtime_env"] = {"env_vars": pool.environment}
+    return options

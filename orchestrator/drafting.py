@@ -6,9 +6,11 @@ speed alone.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from orchestrator.loop import OfferedDraft
+from orchestrator.stall import StallMeter
 from paceline.lookup.ngram import NgramIndex
 from paceline.prefix import TokenPrefix
 from paceline.types import Draft
@@ -37,18 +39,27 @@ class Remote(Protocol):
 
     def continues(self, digest: int) -> bool: ...
 
+    @property
+    def wants_drafts(self) -> bool:
+        """False: no drafter could serve this session, so that none is missing."""
+
 
 class DraftsWithFallback:
     """The drafter service, with prompt lookup for the rounds in which it does not answer (`loop.DraftSource`)."""
 
-    def __init__(self, remote: Remote, lookup: NgramIndex | None) -> None:
+    def __init__(self, remote: Remote, lookup: NgramIndex | None, *, stall: StallMeter | None = None) -> None:
         self._remote, self._lookup = remote, lookup
+        self._clock = _RoundClock(stall) if stall is not None else None
 
     def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
+        if self._clock is not None:
+            self._clock.begin_round()
         self._remote.commit(prefix, draft_length=draft_length, credit=credit)
 
     async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
         draft = await self._remote.draft(prefix, max_length)
+        if self._clock is not None and self._remote.wants_drafts:
+            self._clock.note_draft(has_come=draft is not None)
         if draft is not None:
             return OfferedDraft(draft)
         if self._lookup is None:
@@ -60,3 +71,22 @@ class DraftsWithFallback:
 
     def continues(self, digest: int) -> bool:
         return self._remote.continues(digest)
+
+
+class _RoundClock:
+    """Tells the meter of one session's rounds: each lasts from one commit to the next; the last one does not count."""
+
+    def __init__(self, meter: StallMeter) -> None:
+        self._meter = meter
+        self._began_s = 0.0
+        self._stalled_s: float | None = None  # None: this round wanted no draft
+
+    def begin_round(self) -> None:
+        now_s = self._meter.clock()
+        if self._stalled_s is not None:
+            self._meter.record(stalled_s=self._stalled_s, round_s=now_s - self._began_s)
+        self._began_s, self._stalled_s = now_s, None
+
+    def note_draft(self, *, has_come: bool) -> None:
+        """A draft was wanted, and this is how it went; a round begins with waiting for it."""
+        self._stalled_s = self._meter.clock() - self._began_s if has_come else math.inf

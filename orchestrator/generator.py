@@ -9,23 +9,26 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
 import structlog
 
-from orchestrator.clients import DrafterClient, TargetClient
+from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafting import DraftsWithFallback, NoDrafts
-from orchestrator.finish import Delivered, EndConditions, OutputTracker
+from orchestrator.finish import EndConditions, OutputTracker
 from orchestrator.loop import DraftSource, SpeculationPlan, run_session
+from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
 from paceline.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, QueueFull, TargetUnavailable
 from paceline.generation import (
     Delta,
+    DeploymentStatus,
     Event,
     Finished,
     GenerationRequest,
+    OrchestratorStatus,
     Schedule,
     ServerInfo,
     SpeculationOptions,
@@ -42,6 +45,7 @@ logger = structlog.get_logger(__name__)
 
 # Seeds that we draw ourselves survive JSON readers that keep numbers as doubles.
 _DRAWN_SEED_BITS = 53
+_REPLAYED_AT_ONCE = 64  # tokens; between such runs other answers get their turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +54,22 @@ class _Plan:
 
     spec: SessionSpec
     prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]  # of an answer that is resumed: what the caller has already
     ends: EndConditions
     speculation: SpeculationPlan
     deadline_s: float | None  # time.monotonic()
 
 
 class Generator:
-    """Answers requests with one target and, if there is one, a drafter. Invariant: `running <= max_sessions`."""
+    """Answers requests with the targets and, if there are any, the drafters. Invariant: `running <= max_sessions`."""
 
     def __init__(
         self,
         settings: OrchestratorSettings,
         tokenizer: Tokenizer,
         *,
-        target: TargetClient,
-        drafter: DrafterClient | None,
+        target: TargetPool,
+        drafter: DrafterPool | None,
         metrics: SpeculationMetrics,
     ) -> None:
         self._settings, self._tokenizer = settings, tokenizer
@@ -72,16 +77,42 @@ class Generator:
         self.running = 0
 
     def info(self) -> ServerInfo:
-        drafter = self._drafter
+        target = self._target_info()
+        if not self._target.is_connected:
+            raise TargetUnavailable("No target answers; ask again in a moment.")
         return ServerInfo(
-            target=self._target_info(),
-            drafter=drafter.info if drafter and drafter.is_connected else None,
+            target=target,
+            drafter=self._drafter.info if self._drafter else None,
             speculation=SpeculationOptions(
                 rule=VerificationRule(self._settings.rule),
                 draft_length=self._settings.draft_length,
                 schedule=Schedule(self._settings.schedule),
             ),
         )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a target to answer with."""
+        return self._target.is_connected
+
+    def status(self) -> DeploymentStatus:
+        pools = [self._target.status(), *([self._drafter.status()] if self._drafter else [])]
+        return DeploymentStatus(
+            pools=tuple(pools),
+            orchestrator=OrchestratorStatus(
+                running_answers=self.running,
+                max_answers=self._settings.max_sessions,
+                stall_fraction=self._drafter.stall.fraction if self._drafter else None,
+            ),
+        )
+
+    def scaling_figures(self) -> dict[str, float]:
+        """What the pools are scaled by, of this orchestrator (`orchestrator.scaling`)."""
+        if self._drafter is None:
+            return {}
+        figures = {"speculating_sessions": float(self._drafter.speculating_sessions)}
+        stall_fraction = self._drafter.stall.fraction
+        return figures if stall_fraction is None else figures | {"stall_fraction": stall_fraction}
 
     async def generate(self, request: GenerationRequest, *, timeout_s: float | None) -> AsyncGenerator[Event]:
         """Stream one answer. Raises `PacelineError`: what was streamed before stays valid."""
@@ -90,8 +121,8 @@ class Generator:
         self.running += 1
         outcome = "failed"
         try:
-            async with asyncio.timeout(timeout_s):
-                async for event in self._answer(self._plan(request, timeout_s)):
+            async with asyncio.timeout(timeout_s), aclosing(self._answer(self._plan(request, timeout_s))) as events:
+                async for event in events:
                     yield event
             outcome = "finished"
         except TimeoutError:
@@ -104,20 +135,32 @@ class Generator:
             self.running -= 1
             self._metrics.requests.labels(outcome=outcome).inc()
 
-    async def _answer(self, plan: _Plan) -> AsyncIterator[Event]:
+    async def _answer(self, plan: _Plan) -> AsyncGenerator[Event]:
         started_s = time.perf_counter()
         spec, stats = plan.spec, SpeculationStats()
-        yield Started(request_id=spec.session_id, seed=spec.seed, prompt_tokens=len(plan.prompt_ids))
         output = OutputTracker(IncrementalDetokenizer(self._tokenizer), plan.ends)
+        await _replay(plan.output_ids, output)
+        yield Started(request_id=spec.session_id, seed=spec.seed, prompt_tokens=len(plan.prompt_ids))
+        if output.finish_reason is None:
+            async with aclosing(self._continue(plan, output, stats)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        self._metrics.record(stats)
+        yield _finished(plan, output, stats, elapsed_s=time.perf_counter() - started_s)
+
+    async def _continue(self, plan: _Plan, output: OutputTracker, stats: SpeculationStats) -> AsyncGenerator[Delta]:
+        """Run a session behind the tokens that are there, until the answer ends."""
+        spec = plan.spec
         async with AsyncExitStack() as sessions:
-            target = await sessions.enter_async_context(
+            target = sessions.enter_context(
                 self._target.session(
                     spec, verify_deadline_s=self._settings.verify_deadline_s, deadline_s=plan.deadline_s
                 )
             )
             drafts = self._open_drafts(plan, sessions)
+            committed_ids = plan.prompt_ids + plan.output_ids
             rounds = run_session(
-                spec, plan.prompt_ids, plan.speculation, target=target, drafts=drafts, output=output, stats=stats
+                spec, committed_ids, plan.speculation, target=target, drafts=drafts, output=output, stats=stats
             )
             async for result in rounds:
                 delivery = result.delivery
@@ -127,8 +170,6 @@ class Generator:
                     origins=result.origins,
                     pieces=delivery.pieces,
                 )
-        self._metrics.record(stats)
-        yield _finished(plan, delivery, output, stats, elapsed_s=time.perf_counter() - started_s)
 
     def _open_drafts(self, plan: _Plan, sessions: AsyncExitStack) -> DraftSource:
         settings = self._settings
@@ -136,9 +177,9 @@ class Generator:
             return NoDrafts()
         remote = sessions.enter_context(self._drafter.session(plan.spec, draft_deadline_s=settings.draft_deadline_s))
         if settings.fallback == "none":
-            return DraftsWithFallback(remote, None)
+            return DraftsWithFallback(remote, None, stall=self._drafter.stall)
         lookup = NgramIndex(prompt_lookup_min=settings.prompt_lookup_min, prompt_lookup_max=settings.prompt_lookup_max)
-        return DraftsWithFallback(remote, lookup)
+        return DraftsWithFallback(remote, lookup, stall=self._drafter.stall)
 
     def _plan(self, request: GenerationRequest, timeout_s: float | None) -> _Plan:
         target = self._target_info()
@@ -154,6 +195,7 @@ class Generator:
         # The target bans the end tokens until min_tokens are out, so it must know them.
         sampling = replace(request.sampling, stop_token_ids=tuple(sorted(end_token_ids)))
         sampling.check_vocabulary(target.vocab_size)
+        _check_ids(request.output_ids, target, holder="output_ids hold", parameter="output_ids")
         options = request.speculation
         draft_length = self._settings.draft_length if options.draft_length is None else options.draft_length
         schedule = options.schedule or Schedule(self._settings.schedule)
@@ -168,6 +210,7 @@ class Generator:
         return _Plan(
             spec=spec,
             prompt_ids=prompt_ids,
+            output_ids=request.output_ids,
             ends=EndConditions(
                 max_tokens=min(max_tokens, room),
                 min_tokens=sampling.min_tokens,
@@ -189,12 +232,7 @@ class Generator:
             ids = self._tokenizer.encode(request.text or "")
         if not ids:
             raise InvalidRequest("The prompt holds no token; give at least one.", parameter="prompt")
-        wrong = next((token_id for token_id in ids if not 0 <= token_id < target.vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequest(
-                f"The prompt holds token id {wrong}, but the model's ids are 0 to {target.vocab_size - 1}.",
-                parameter="token_ids",
-            )
+        _check_ids(ids, target, holder="The prompt holds", parameter="token_ids")
         longest = min(target.max_context - 1, self._settings.max_prompt_tokens)
         if len(ids) > longest:
             raise ContextTooLong(f"The prompt has {len(ids)} tokens, but at most {longest} fit here; shorten it.")
@@ -211,22 +249,44 @@ class Generator:
         return rule
 
     def _target_info(self) -> ModelInfo:
-        info = self._target.info
-        if self._target.refusal is not None:
-            raise self._target.refusal
-        if info is None or not self._target.is_connected:
-            raise TargetUnavailable("The target does not answer; ask again in a moment.")
-        return info
+        """Who the targets are, also while none is connected: a session waits for one for a while."""
+        self._target.raise_refusal()
+        if self._target.info is None:
+            raise TargetUnavailable("No target answers; ask again in a moment.")
+        return self._target.info
 
 
-def _finished(
-    plan: _Plan, delivery: Delivered, output: OutputTracker, stats: SpeculationStats, *, elapsed_s: float
-) -> Finished:
-    assert delivery.finish_reason is not None, "the rounds end with the answer"
+def _check_ids(ids: Sequence[int], target: ModelInfo, *, holder: str, parameter: str) -> None:
+    wrong = next((token_id for token_id in ids if not 0 <= token_id < target.vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"{holder} token id {wrong}, but the model's ids are 0 to {target.vocab_size - 1}.", parameter=parameter
+        )
+
+
+async def _replay(output_ids: Sequence[int], output: OutputTracker) -> None:
+    """Bring `output` to where the caller is; what it delivers on the way, the caller has.
+
+    Raises `InvalidRequest` if the ids go on behind the end of the answer.
+    """
+    for start in range(0, len(output_ids), _REPLAYED_AT_ONCE):
+        output.accept(output_ids[start : start + _REPLAYED_AT_ONCE])
+        await asyncio.sleep(0)
+    if output.output_length < len(output_ids):
+        raise InvalidRequest(
+            f"output_ids hold {len(output_ids)} tokens, but the answer ends with number {output.output_length} of them; "
+            "it is complete.",
+            parameter="output_ids",
+        )
+
+
+def _finished(plan: _Plan, output: OutputTracker, stats: SpeculationStats, *, elapsed_s: float) -> Finished:
+    assert output.finish_reason is not None, "the rounds end with the answer"
     return Finished(
-        finish_reason=delivery.finish_reason,
+        finish_reason=output.finish_reason,
         text=output.finish(),
         usage=Usage(prompt_tokens=len(plan.prompt_ids), completion_tokens=output.output_length),
+        resumed_tokens=len(plan.output_ids),
         speculation=SpeculationUsage(
             num_drafts=stats.num_drafts,
             num_draft_tokens=stats.num_draft_tokens,

@@ -1,3 +1,3 @@
-from target_service.app import main
+from target_service.service import main
 
 main()

@@ -1,61 +1,40 @@
-"""The target as a process: settings, model, worker, server."""
+"""One target on Ray Serve: the service of `target_service.service` in an actor, found and leased through Serve."""
 
 from __future__ import annotations
 
-import uuid
-from typing import Any, NoReturn
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
-from paceline.engine.model import CausalModel
-from paceline.model_service import run_model_service, use_threads
-from paceline.process import Lifetime, Serve, run_service
-from paceline.sessions import SessionTable
+import ray
+
+from paceline.replica import ModelReplica
 from paceline.settings import TargetSettings
-from paceline.types import ModelInfo
-from paceline.v1 import target_service_pb2
-from paceline.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
-from target_service.scheduler import Scheduler
-from target_service.servicer import TargetServicer
-from target_service.verifier import Model, TargetSession, Verifier
-
-SERVICE_NAME = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+from paceline.telemetry import configure_logging
+from target_service.service import prepare
 
 
-def prepare(settings: TargetSettings) -> Serve:
-    """Load the model; the result serves it until asked to stop."""
-    use_threads(settings.threads)
-    model = CausalModel.load(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
-    model.warm_up()
-    info = ModelInfo(
-        model_id=model.model_id,
-        vocab_size=model.vocab_size,
-        max_context=model.max_context,
-        tokenizer_sha256=model.tokenizer_sha256,
-        incarnation=uuid.uuid4().hex,
-        dtype=str(model.dtype).removeprefix("torch."),
-        eos_token_ids=tuple(model.eos_token_ids),
-    )
-    return lambda lifetime: serve_target(lifetime, settings, model, info)
+class TargetReplica:
+    """The deployment class; Serve calls its methods by their names."""
 
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        checked = TargetSettings(**settings, host=ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        configure_logging(checked.log_level, service="target")
+        self._replica = await ModelReplica.start(await asyncio.to_thread(prepare, checked), pool="target")
 
-async def serve_target(lifetime: Lifetime, settings: TargetSettings, model: Model[Any], info: ModelInfo) -> None:
-    """Serve any model behind the narrow interface; tests and benchmarks pass fakes."""
-    sessions = SessionTable[TargetSession[Any]](
-        max_sessions=settings.max_sessions, idle_ttl_s=settings.session_idle_ttl_s
-    )
-    await run_model_service(
-        lifetime,
-        settings,
-        kind="target",
-        service_name=SERVICE_NAME,
-        info=info,
-        worker=Scheduler(Verifier(model), sessions),
-        sessions=sessions,
-        make_servicer=lambda submit, load, metrics: TargetServicer(
-            info, submit=submit, load=load, metrics=metrics, heartbeat_s=settings.heartbeat_s
-        ),
-        register=add_TargetServiceServicer_to_server,
-    )
+    def record_replica_metadata(self) -> dict[str, str]:
+        return self._replica.metadata()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._replica.stats()
 
-def main() -> NoReturn:
-    run_service("target", TargetSettings, prepare)
+    def check_health(self) -> None:
+        self._replica.check_health()
+
+    async def lease(self, session_id: str) -> AsyncIterator[dict[str, str]]:
+        """One item, then nothing for as long as the session is here."""
+        async for granted in self._replica.lease(session_id):
+            yield granted
+
+    async def __del__(self) -> None:
+        await self._replica.stop()

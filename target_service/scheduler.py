@@ -67,19 +67,14 @@ class Scheduler(Generic[CacheT]):
     def has_work(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
     def step(self) -> Sequence[TargetEvent]:
         job = self._queue.popleft()
-        started_s = self._clock()
         try:
-            if job.deadline_s is not None and started_s > job.deadline_s:
-                raise DeadlineExceeded("The caller's time was used up before the draft could be judged.")
-            held = self._sessions.use(job.address)
-            if held is None:
-                return []
-            if held.state.is_stale(job.draft.base_length):
-                self._sessions.count_stale()
-                return []
-            verdict = self._verifier.judge(held.state, job.draft)
+            return self._judge(job)
         except PacelineError as error:
             return [Event(job.address, error)]
         except Exception:
@@ -87,12 +82,27 @@ class Scheduler(Generic[CacheT]):
             logger.exception("a verify step failed", session_id=job.address.session_id)
             self._sessions.close(job.address)
             return [Event(job.address, internal_error())]
-        return [Event(job.address, replace(verdict, queue_time_s=max(0.0, started_s - job.arrived_s)))]
 
     def expire_idle(self) -> Sequence[TargetEvent]:
         for held in self._sessions.pop_idle():
             logger.info("an idle session was closed", session_id=held.address.session_id)
         return []
+
+    def _judge(self, job: Judge) -> Sequence[TargetEvent]:
+        started_s = self._clock()
+        if job.deadline_s is not None and started_s > job.deadline_s:
+            raise DeadlineExceeded("The caller's time was used up before the draft could be judged.")
+        held = self._sessions.use(job.address)
+        if held is None:
+            return []
+        if held.state.is_stale(job.draft.base_length):
+            self._sessions.count_stale()
+            return []
+        try:
+            verdict = self._verifier.judge(held.state, job.draft)
+        finally:
+            self._sessions.recount(held)
+        return [Event(job.address, replace(verdict, queue_time_s=max(0.0, started_s - job.arrived_s)))]
 
     def _enqueue(self, command: Judge) -> None:
         if len(self._queue) >= MAX_QUEUED:

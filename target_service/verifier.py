@@ -17,7 +17,7 @@ from paceline.engine.model import Extension
 from paceline.errors import ContextTooLong, LengthMismatch
 from paceline.rejection import judge_draft
 from paceline.sampling import SparseDistribution, TokenHistory
-from paceline.types import SessionSpec, VerdictRows
+from paceline.types import SessionSpec, SpeculationStats, VerdictRows
 
 
 class Cache(Protocol):
@@ -49,6 +49,14 @@ class DraftToJudge:
     distributions: tuple[SparseDistribution, ...] | None  # None: deterministic
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedDraft:
+    """A draft that was fed and answered, and of which only the session's next draft tells what was kept."""
+
+    base_length: int
+    draft_length: int
+
+
 class TargetSession(Generic[CacheT]):
     """One generation at the target: its committed tokens, and a cache that may lag behind or run ahead of them.
 
@@ -61,7 +69,13 @@ class TargetSession(Generic[CacheT]):
         self.committed = list(committed_ids)
         self.cache, self.fed = cache, fed
         self.agreed_length = 0
+        self.unsettled: JudgedDraft | None = None
         self.history = TokenHistory(committed_ids[: spec.prompt_length], committed_ids[spec.prompt_length :])
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the cache, or that will be once the next step has fed the committed ones."""
+        return max(self.cache.length, len(self.committed))
 
     def is_stale(self, base_length: int) -> bool:
         """Whether a draft stands on fewer tokens than are committed already."""
@@ -85,10 +99,14 @@ class TargetSession(Generic[CacheT]):
 
 
 class Verifier(Generic[CacheT]):
-    """Opens sessions and judges drafts, with one model."""
+    """Opens sessions and judges drafts, with one model.
+
+    `outcomes` counts the drafts of all sessions once it is known what was kept of them, so all but a session's last.
+    """
 
     def __init__(self, model: Model[CacheT]) -> None:
         self._model = model
+        self.outcomes = SpeculationStats()
 
     @property
     def vocab_size(self) -> int:
@@ -104,7 +122,9 @@ class Verifier(Generic[CacheT]):
             )
         if previous is None:
             return TargetSession(spec, committed_ids, self._model.new_cache(), [])
-        return TargetSession(spec, committed_ids, previous.cache, previous.fed)
+        session = TargetSession(spec, committed_ids, previous.cache, previous.fed)
+        session.unsettled = previous.unsettled
+        return session
 
     def judge(self, session: TargetSession[CacheT], draft: DraftToJudge) -> VerdictRows:
         """Run one verify step; afterwards the cache holds `base_length + draft_length` tokens.
@@ -130,6 +150,7 @@ class Verifier(Generic[CacheT]):
             seed=spec.seed,
             base_length=draft.base_length,
         )
+        session.unsettled = JudgedDraft(draft.base_length, len(draft.draft_ids))
         return VerdictRows(base_length=draft.base_length, rows=rows, step_time_s=time.perf_counter() - started_s)
 
     def _forward(self, session: TargetSession[CacheT], draft: DraftToJudge) -> Tensor:
@@ -146,9 +167,23 @@ class Verifier(Generic[CacheT]):
     def _roll_back(self, session: TargetSession[CacheT]) -> None:
         """Truncate the cache to the tokens that are committed, and by one more so that the last is fed again."""
         agreed = common_prefix_length(session.fed, session.committed, start=session.agreed_length)
+        self._settle(session, agreed)
         length = min(agreed, len(session.committed) - 1)
         self._model.truncate(session.cache, length)
         del session.fed[length:]
+
+    def _settle(self, session: TargetSession[CacheT], agreed_length: int) -> None:
+        """Count what was kept of the last draft, if the committed tokens go far enough to tell.
+
+        Under every rule they agree with the draft exactly as far as it was kept: a correction is never the token that
+        was refused.
+        """
+        judged, session.unsettled = session.unsettled, None
+        if judged is None or judged.draft_length == 0:
+            return
+        kept_length = agreed_length - judged.base_length
+        if kept_length >= 0 and (kept_length == judged.draft_length or agreed_length < len(session.committed)):
+            self.outcomes.record_round(judged.draft_length, kept_length)
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int], *, start: int) -> int:

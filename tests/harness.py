@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import gc
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from drafter_service.app import serve_drafter
+from prometheus_client import CollectorRegistry
+
 from drafter_service.drafter import DraftMethod
 from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.methods.ngram import NgramMethod
-from orchestrator.app import serve_orchestrator
+from drafter_service.service import serve_drafter
+from orchestrator.board import PoolBoard, most_room_first, nearest_first
+from orchestrator.directory import StaticDirectory
+from orchestrator.generator import Generator
+from orchestrator.service import open_generator, serve_orchestrator
 from paceline.client import GenerationClient
 from paceline.generation import (
     Completion,
+    CompletionBuilder,
     GenerationRequest,
     Schedule,
     SpeculationOptions,
@@ -28,10 +36,13 @@ from paceline.types import ModelInfo, SamplingParams, VerificationRule
 from paceline.v1.drafter_service_pb2_grpc import DrafterServiceStub
 from paceline.v1.session_pb2 import LoadReport
 from paceline.v1.target_service_pb2_grpc import TargetServiceStub
-from target_service.app import serve_target
+from target_service.service import serve_target
 from tests.fakes import fake_info
 
 START_LIMIT_S = 60.0
+KILL_LIMIT_S = 10.0
+LIMIT_S = 60.0
+"""Longest wait for one answer; a test that gets there has failed."""
 
 
 @dataclass
@@ -42,15 +53,35 @@ class Running:
     lifetime: Lifetime
     task: asyncio.Task[None]
 
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
     async def stop(self) -> None:
         self.lifetime.stop()
         await self.task
 
     async def kill(self) -> None:
-        """End it without a word to anyone, as far as that is possible within one process."""
+        """End it without a word to anyone, as far as that is possible within one process; then its port is free."""
         self.task.cancel()
         with suppress(asyncio.CancelledError):
             await self.task
+        async with asyncio.timeout(KILL_LIMIT_S):
+            while not is_free(self.port):
+                # A server that nobody has stopped ends with its last reference, which may be part of a cycle.
+                gc.collect()
+                await asyncio.sleep(0.01)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 async def start(serve: Serve) -> Running:
@@ -81,13 +112,13 @@ async def running(serve: Serve) -> AsyncIterator[Running]:
 
 def target_of(model: Any, info: ModelInfo | None = None, **settings: Any) -> Serve:
     """A target service over any model behind the narrow interface."""
-    options = TargetSettings(drain_s=0, **settings)
+    options = TargetSettings(**{"drain_s": 0, **settings})
     return lambda lifetime: serve_target(lifetime, options, model, info or fake_info(model))
 
 
 def drafter_of(method: DraftMethod[Any], info: ModelInfo, **settings: Any) -> Serve:
     """A drafter service over any drafting method."""
-    options = DrafterSettings(drain_s=0, **settings)
+    options = DrafterSettings(**{"drain_s": 0, **settings})
     return lambda lifetime: serve_drafter(lifetime, options, method, info)
 
 
@@ -123,7 +154,8 @@ async def system(target: Serve, drafter: Serve | None, tokenizer: str, **setting
                 )
             )
         )
-        client = await services.enter_async_context(GenerationClient(orchestrator.address))
+        # What the orchestrator makes of a fault is to be seen, not how a client gets over it.
+        client = await services.enter_async_context(GenerationClient(orchestrator.address, max_resumptions=0))
         yield System(running_target, running_drafter, orchestrator, client)
 
 
@@ -161,6 +193,83 @@ async def _greeting(address: str, kind: str) -> LoadReport:
         call.cancel()
         load: LoadReport = message.events[0].load
         return load
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pools
+
+
+@dataclass
+class Fleet:
+    """Pools of targets and drafters, with the orchestrator's own parts before them in this process."""
+
+    targets: list[Running]
+    drafters: list[Running]
+    generator: Generator
+    target_directory: StaticDirectory
+    drafter_directory: StaticDirectory | None
+    registry: CollectorRegistry
+
+    async def complete(self, asked: GenerationRequest, *, timeout_s: float | None = LIMIT_S) -> Completion:
+        """One whole answer."""
+        builder = CompletionBuilder()
+        async with aclosing(self.generator.generate(asked, timeout_s=timeout_s)) as events:
+            async for event in events:
+                builder.add(event)
+        return builder.build()
+
+    def moves(self, pool: str = "target", reason: str | None = None) -> int:
+        """Sessions that went on at another replica of the pool, for one reason or for any."""
+        samples = [sample for metric in self.registry.collect() for sample in metric.samples]
+        return sum(
+            int(sample.value)
+            for sample in samples
+            if sample.name == "paceline_migrations_total"
+            and sample.labels["pool"] == pool
+            and reason in (None, sample.labels["reason"])
+        )
+
+    @property
+    def leases(self) -> int:
+        """Held now, of both pools."""
+        return sum(directory.leases for directory in (self.target_directory, self.drafter_directory) if directory)
+
+
+@asynccontextmanager
+async def fleet(
+    targets: Sequence[Serve],
+    drafters: Sequence[Serve],
+    tokenizer: str,
+    *,
+    more_targets: Sequence[str] = (),
+    more_drafters: Sequence[str] = (),
+    directory_type: type[StaticDirectory] = StaticDirectory,
+    **settings: Any,
+) -> AsyncIterator[Fleet]:
+    """Start all services and open a generator over them, and over addresses at which nobody need answer yet."""
+    async with AsyncExitStack() as services:
+        running_targets = [await services.enter_async_context(running(serve)) for serve in targets]
+        running_drafters = [await services.enter_async_context(running(serve)) for serve in drafters]
+        target_addresses = [*(service.address for service in running_targets), *more_targets]
+        drafter_addresses = [*(service.address for service in running_drafters), *more_drafters]
+        target_directory = directory_type(target_addresses, PoolBoard(most_room_first))
+        drafter_directory = directory_type(drafter_addresses, PoolBoard(nearest_first)) if drafter_addresses else None
+        registry = CollectorRegistry()
+        generator = await services.enter_async_context(
+            open_generator(
+                OrchestratorSettings(
+                    target=",".join(target_addresses), tokenizer=tokenizer, **{"connect_timeout_s": 10, **settings}
+                ),
+                targets=target_directory,
+                drafters=drafter_directory,
+                registry=registry,
+            )
+        )
+        yield Fleet(running_targets, running_drafters, generator, target_directory, drafter_directory, registry)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Requests
 
 
 def request(

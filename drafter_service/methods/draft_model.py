@@ -83,6 +83,9 @@ class DraftModelMethod(Generic[CacheT]):
     def rewind(self, state: DraftState[CacheT], length: int) -> None:
         self._model.truncate(state.cache, min(state.cache.length, length))
 
+    def kv_tokens(self, state: DraftState[CacheT], session: DraftView) -> int:
+        return max(state.cache.length, session.committed_length)
+
 
 def fit_vocabulary(
     logits: Tensor,  # [draft_vocab_size]

@@ -31,3 +31,6 @@ class NgramMethod:
 
     def rewind(self, state: NgramIndex, length: int) -> None:
         """The index holds committed tokens alone, and those are never taken back."""
+
+    def kv_tokens(self, state: NgramIndex, session: DraftView) -> int:
+        return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc.aio
 import structlog
@@ -18,13 +18,14 @@ from paceline.rpc import Server
 from paceline.sessions import SessionTable
 from paceline.settings import ModelServiceSettings
 from paceline.telemetry import ServiceMetrics, serve_metrics
-from paceline.types import ModelInfo
+from paceline.types import ModelInfo, SpeculationStats
 from paceline.v1.session_pb2 import LoadReport
 
 logger = structlog.get_logger(__name__)
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
+StateT = TypeVar("StateT")
 
 
 class Announcer(Protocol):
@@ -47,62 +48,107 @@ def use_threads(threads: int) -> int:
     return chosen
 
 
-async def run_model_service(
-    lifetime: Lifetime,
-    settings: ModelServiceSettings,
-    *,
-    kind: str,
-    service_name: str,
-    info: ModelInfo,
-    worker: Worker[CommandT, EventT],
-    sessions: SessionTable[Any],
-    make_servicer: Callable[[Callable[[CommandT], None], Callable[[], LoadReport], ServiceMetrics], Servicer],
-    register: Callable[[Any, grpc.aio.Server], None],
-) -> None:
-    """Serve until asked to stop; then drain, end the streams and the thread. Raises if the model thread broke."""
-    registry = CollectorRegistry()
-    serve_metrics(registry, host=settings.host, port=settings.metrics_port)
-    metrics = ServiceMetrics(registry)
-    metrics.sessions.set_function(lambda: len(sessions))
-    metrics.stale_items.set_function(lambda: sessions.stale_items)
-    state = _ServiceState()
+class ModelService(Generic[CommandT, EventT]):
+    """A model service that is ready to be served: `await service(lifetime)`, once.
 
-    def load() -> LoadReport:
+    `outcomes` are the drafts of which the worker knows what was kept; none at a drafter.
+    """
+
+    def __init__(
+        self,
+        settings: ModelServiceSettings,
+        *,
+        kind: str,
+        service_name: str,
+        info: ModelInfo,
+        worker: Worker[CommandT, EventT],
+        sessions: SessionTable[Any],
+        outcomes: SpeculationStats,
+        make_servicer: Callable[[Callable[[CommandT], None], Callable[[], LoadReport], ServiceMetrics], Servicer],
+        register: Callable[[Any, grpc.aio.Server], None],
+    ) -> None:
+        self.info = info
+        self._settings, self._kind, self._service_name = settings, kind, service_name
+        self._sessions, self._outcomes, self._register = sessions, outcomes, register
+        self._thread = ModelThread[CommandT, EventT](
+            worker, on_events=self._on_events, on_failure=self._on_failure, name=f"{kind}-model"
+        )
+        self._registry = CollectorRegistry()
+        metrics = ServiceMetrics(self._registry)
+        metrics.follow(self.load)
+        self._servicer = make_servicer(self._thread.submit, self.load, metrics)
+        self._lifetime: Lifetime | None = None
+        self._is_broken = False
+
+    async def __call__(self, lifetime: Lifetime) -> None:
+        """Serve until asked to stop; then drain, end the streams and the thread. Raises if the model thread broke."""
+        self._lifetime, settings = lifetime, self._settings
+        serve_metrics(self._registry, host=settings.host, port=settings.metrics_port)
+        server = Server(host=settings.host, port=settings.port)
+        self._register(self._servicer, server.registrar)
+        await server.start(self._service_name)
+        self._thread.start()
+        self._say_ready(lifetime, server.address)
+        await lifetime.until_stopped()
+        self._sessions.is_draining = True
+        self._servicer.streams.announce()
+        await server.begin_draining()
+        await until_idle(lambda: len(self._sessions), limit_s=0.0 if self._is_broken else settings.drain_s)
+        await server.stop(0.5)
+        await self._thread.stop()
+        if self._is_broken:
+            raise PacelineError("The model thread broke; the log says where. Start the service again.")
+
+    def load(self) -> LoadReport:
+        """How busy the service is; costs next to nothing, whatever it holds."""
+        sessions, thread = self._sessions, self._thread
         return LoadReport(
             sessions=len(sessions),
             queued=thread.queued,
             draining=sessions.is_draining,
             stale_items=sessions.stale_items,
+            max_sessions=sessions.max_sessions,
+            kv_used_tokens=sessions.kv_used_tokens,
+            kv_capacity_tokens=sessions.kv_capacity_tokens,
+            num_draft_tokens=self._outcomes.num_draft_tokens,
+            num_accepted_tokens=self._outcomes.num_accepted_tokens,
+            step_busy_share=thread.step_busy_share,
         )
 
-    def on_failure() -> None:
-        state.broken = True
-        lifetime.stop()
+    @property
+    def drain_s(self) -> float:
+        """How long the sessions that run get to end, once the service was asked to stop."""
+        return self._settings.drain_s
 
-    def on_events(events: Sequence[EventT]) -> None:
-        servicer.on_events(events)
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the model step that runs has taken so far; grows without end if the model hangs."""
+        return self._thread.seconds_in_step
 
-    thread = ModelThread[CommandT, EventT](worker, on_events=on_events, on_failure=on_failure, name=f"{kind}-model")
-    servicer = make_servicer(thread.submit, load, metrics)
-    server = Server(host=settings.host, port=settings.port)
-    register(servicer, server.registrar)
-    await server.start(service_name)
-    thread.start()
-    lifetime.ready(kind, server.address, model=info.model_id, dtype=info.dtype, threads=torch.get_num_threads())
-    logger.info("ready", address=server.address, model=info.model_id, dtype=info.dtype)
-    await lifetime.until_stopped()
-    sessions.is_draining = True
-    servicer.streams.announce()
-    await server.begin_draining()
-    await until_idle(lambda: len(sessions), limit_s=0.0 if state.broken else settings.drain_s)
-    await server.stop(0.5)
-    await thread.stop()
-    if state.broken:
-        raise PacelineError("The model thread broke; the log says where. Start the service again.")
+    def _say_ready(self, lifetime: Lifetime, address: str) -> None:
+        emulation = {"emulated_step_ms": self._settings.emulated_step_ms} if self.info.emulated else {}
+        model, dtype, threads = self.info.model_id, self.info.dtype, torch.get_num_threads()
+        if emulation:
+            logger.warning("model steps are held to a set time: what is measured here is emulated", **emulation)
+        lifetime.ready(self._kind, address, model=model, dtype=dtype, threads=threads, **emulation)
+        logger.info("ready", address=address, model=model, dtype=dtype)
+
+    def _on_events(self, events: Sequence[EventT]) -> None:
+        self._servicer.on_events(events)
+
+    def _on_failure(self) -> None:
+        self._is_broken = True
+        assert self._lifetime is not None, "the thread was started"
+        self._lifetime.stop()
 
 
-class _ServiceState:
-    """What the end of a service depends on."""
-
-    def __init__(self) -> None:
-        self.broken = False
+def session_table(
+    settings: ModelServiceSettings, info: ModelInfo, *, kv_tokens_of: Callable[[StateT], int]
+) -> SessionTable[StateT]:
+    """The table for the sessions of a model service, as large as its settings say."""
+    return SessionTable(
+        max_sessions=settings.max_sessions,
+        idle_ttl_s=settings.session_idle_ttl_s,
+        kv_tokens_of=kv_tokens_of,
+        kv_capacity_tokens=settings.kv_budget_tokens or settings.max_sessions * info.max_context,
+    )

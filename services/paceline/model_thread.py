@@ -11,7 +11,9 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import structlog
@@ -26,6 +28,8 @@ CommandT_contra = TypeVar("CommandT_contra", contravariant=True)
 EventT_co = TypeVar("EventT_co", covariant=True)
 
 _HOUSEKEEPING_S = 1.0
+_SHARE_WINDOW_S = 1.0
+_POLL_S = 0.005
 MAX_QUEUED = 16_384  # commands not yet applied
 
 
@@ -37,6 +41,10 @@ class Worker(Protocol[CommandT_contra, EventT_co]):
 
     def has_work(self) -> bool: ...
 
+    @property
+    def waiting(self) -> int:
+        """How many items wait for a step; read by other threads."""
+
     def step(self) -> Sequence[EventT_co]:
         """Do one bounded piece of model work."""
 
@@ -44,8 +52,60 @@ class Worker(Protocol[CommandT_contra, EventT_co]):
         """Forget sessions that nobody has used for long; called about once a second."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """What the thread has done so far; replaced as a whole, so that other threads read values that belong together."""
+
+    busy_s: float = 0.0  # in steps that have ended
+    step_started_s: float | None = None  # the step that runs
+
+
+class StepClock:
+    """How long one thread has been in steps; that thread tells it, any other may ask.
+
+    `clock` gives seconds that never run backwards.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._progress = _Progress()
+        self._window = (clock(), 0.0)  # when it began, and the busy seconds until then
+        self._share = 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        started_s = self._clock()
+        busy_s = self._progress.busy_s
+        self._progress = _Progress(busy_s, started_s)
+        try:
+            yield
+        finally:
+            self._progress = _Progress(busy_s + self._clock() - started_s)
+
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the step that runs has taken so far; 0 between steps."""
+        started_s = self._progress.step_started_s
+        return 0.0 if started_s is None else max(0.0, self._clock() - started_s)
+
+    @property
+    def busy_share(self) -> float:
+        """Share of time in steps, 0 to 1: from one reading to the next one at least a second later."""
+        now_s, progress = self._clock(), self._progress
+        window_started_s, busy_before_s = self._window
+        elapsed_s = now_s - window_started_s
+        if elapsed_s >= _SHARE_WINDOW_S:
+            running_s = 0.0 if progress.step_started_s is None else now_s - progress.step_started_s
+            busy_s = progress.busy_s + running_s
+            self._share = min(1.0, max(0.0, (busy_s - busy_before_s) / elapsed_s))
+            self._window = (now_s, busy_s)
+        return self._share
+
+
 class ModelThread(Generic[CommandT, EventT]):
-    """Runs a worker until `stop`; `on_events` is called on the event loop, `on_failure` if the worker itself breaks."""
+    """Runs a worker from `start` to `stop`; `on_events` is called on the event loop that started it, `on_failure` if the
+    worker itself breaks.
+    """
 
     def __init__(
         self,
@@ -58,12 +118,14 @@ class ModelThread(Generic[CommandT, EventT]):
         self._worker = worker
         self._on_events, self._on_failure = on_events, on_failure
         self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop
+        self._step_clock = StepClock()
         self._stopping = False
         self._next_housekeeping_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def submit(self, command: CommandT) -> None:
@@ -74,15 +136,27 @@ class ModelThread(Generic[CommandT, EventT]):
 
     @property
     def queued(self) -> int:
-        """Commands not yet applied."""
-        return self._inbox.qsize()
+        """Commands not yet applied, and work that waits for a step."""
+        return self._inbox.qsize() + self._worker.waiting
+
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the step that runs has taken so far; 0 between steps. Grows without end if the model hangs."""
+        return self._step_clock.seconds_in_step
+
+    @property
+    def step_busy_share(self) -> float:
+        """Share of about the last second spent in steps, 0 to 1."""
+        return self._step_clock.busy_share
 
     async def stop(self) -> None:
         """Let the running step end, then end the thread."""
         self._stopping = True
         self._inbox.put(None)
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+        # Not joined on a thread of the pool: that one would outlive a caller that gives up on a model that hangs, and
+        # keep the process from ending.
+        while self._thread.is_alive():  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     def _run(self) -> None:
         try:
@@ -90,7 +164,8 @@ class ModelThread(Generic[CommandT, EventT]):
                 events = self._apply_commands()
                 events += self._housekeep()
                 if self._worker.has_work():
-                    events += self._worker.step()
+                    with self._step_clock.step():
+                        events += self._worker.step()
                 if events:
                     self._loop.call_soon_threadsafe(self._on_events, events)
         except Exception:

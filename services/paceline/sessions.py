@@ -1,11 +1,13 @@
-"""The sessions that a model service holds: fencing by epoch, the peer that owns each one, expiry of idle ones.
+"""The sessions that a model service holds: fencing by epoch, the peer that owns each one, room, expiry of idle ones.
 
 A session belongs to the stream that opened it last, under the highest epoch. Items of older epochs are dropped and
-counted. Knows nothing of what a session holds, or of how items travel.
+counted. Of what a session holds it knows only how many tokens' keys and values that is. Used by the model thread; the
+figures may be read from any other. Knows nothing of how items travel.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from paceline.types import SessionSpec
 
 StateT = TypeVar("StateT")
 OutcomeT = TypeVar("OutcomeT")
+
+REMEMBERED_ENDINGS = 4096  # sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,33 @@ class Held(Generic[StateT]):
     address: Address
     state: StateT
     last_used_s: float
+    kv_tokens: int = 0  # as counted last
 
 
 class SessionTable(Generic[StateT]):
-    """Invariant: at most `max_sessions` sessions, one a session id, each under the highest epoch seen for it."""
+    """Invariant: at most `max_sessions` sessions, one a session id, each under the highest epoch seen for it;
+    `kv_used_tokens` is the sum of their `kv_tokens`.
 
-    def __init__(self, *, max_sessions: int, idle_ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    `kv_tokens_of` says how many tokens' keys and values a session holds, or will once it has fed what it was opened
+    with. New sessions are taken while all together fit into `kv_capacity_tokens`. A session that is held is never
+    refused or cut off for want of room: it may grow beyond, and be opened again.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_sessions: int,
+        idle_ttl_s: float,
+        kv_tokens_of: Callable[[StateT], int] = lambda _: 0,
+        kv_capacity_tokens: int = sys.maxsize,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sessions: dict[str, Held[StateT]] = {}  # most recently used last
-        self._max_sessions, self._idle_ttl_s, self._clock = max_sessions, idle_ttl_s, clock
+        self._ended: dict[str, int] = {}  # the highest epoch that ended, of the sessions that ended last
+        self._idle_ttl_s, self._clock = idle_ttl_s, clock
+        self._kv_tokens_of = kv_tokens_of
+        self.max_sessions, self.kv_capacity_tokens = max_sessions, kv_capacity_tokens
+        self.kv_used_tokens = 0
         self.stale_items = 0
         self.is_draining = False
 
@@ -84,23 +107,33 @@ class SessionTable(Generic[StateT]):
         """Hold a new session, or the same one under a higher epoch; None if the opening is stale.
 
         `make` builds its state from what was held before. The events tell a peer that the session was taken from it.
-        Raises `QueueFull` when there is no room.
+        Raises `QueueFull` when there is no room, `Draining` when no new session is taken; all is then as it was before.
         """
         previous = self._sessions.get(address.session_id)
-        if previous is not None and address.epoch <= previous.address.epoch:
+        newest_epoch = previous.address.epoch if previous else self._ended.get(address.session_id, -1)
+        if address.epoch <= newest_epoch:
             self.count_stale()
             return None, []
-        if previous is None and self.is_draining:
-            raise Draining("This replica is about to stop and takes no new sessions; open the session elsewhere.")
-        if previous is None and len(self._sessions) >= self._max_sessions:
-            raise QueueFull(f"This replica holds {self._max_sessions} sessions already; try again in a moment.")
+        if previous is None:
+            self._require_a_place()
         held = Held(address, make(previous), self._clock())
-        self._sessions.pop(address.session_id, None)
+        if previous is None:
+            self._require_room(self._kv_tokens_of(held.state))
+        else:
+            self._remove(previous)
         self._sessions[address.session_id] = held
+        self.recount(held)
         if previous is None or previous.address.peer == address.peer:
             return held, []
         error = StaleEpoch(f"Session {address.session_id} was opened again under a newer epoch; let go of it.")
         return held, [Event(previous.address, error)]
+
+    def recount(self, held: Held[StateT]) -> None:
+        """Count again what a session holds; to be called when that has changed. Nothing if it is no longer held."""
+        if self._sessions.get(held.address.session_id) is held:
+            kv_tokens = self._kv_tokens_of(held.state)
+            self.kv_used_tokens += kv_tokens - held.kv_tokens
+            held.kv_tokens = kv_tokens
 
     def use(self, address: Address) -> Held[StateT] | None:
         """The session an item is for, or None if the item is stale; raises `SessionNotFound`.
@@ -121,15 +154,21 @@ class SessionTable(Generic[StateT]):
         return held
 
     def close(self, address: Address) -> Held[StateT] | None:
-        """Let go of a session; returns what was held, or None if there is nothing to close or the item is stale."""
+        """Let go of a session; returns what was held, or None if there is nothing to close or the item is stale.
+
+        An opening under the same or an older epoch that arrives later, late or for a second time, is stale.
+        """
         held = self._sessions.get(address.session_id)
         if held is None:
+            self._remember_ending(address)
             return None
         # A newer epoch may close whatever became of its opening; the same one only through the stream that opened it.
         if address.epoch < held.address.epoch or (address.epoch == held.address.epoch and address != held.address):
             self.count_stale()
             return None
-        return self._sessions.pop(address.session_id)
+        self._remove(held)
+        self._remember_ending(address)
+        return held
 
     def count_stale(self) -> None:
         self.stale_items += 1
@@ -142,5 +181,31 @@ class SessionTable(Generic[StateT]):
             held = next(iter(self._sessions.values()))
             if held.last_used_s >= oldest_allowed_s:
                 break
-            expired.append(self._sessions.pop(held.address.session_id))
+            self._remove(held)
+            self._remember_ending(held.address)
+            expired.append(held)
         return expired
+
+    def _require_a_place(self) -> None:
+        if self.is_draining:
+            raise Draining("This replica is about to stop and takes no new sessions; open the session elsewhere.")
+        if len(self._sessions) >= self.max_sessions:
+            raise QueueFull(f"This replica holds {self.max_sessions} sessions already; try again in a moment.")
+
+    def _require_room(self, kv_tokens: int) -> None:
+        free_tokens = max(0, self.kv_capacity_tokens - self.kv_used_tokens)
+        if kv_tokens > free_tokens:
+            raise QueueFull(
+                f"The session's {kv_tokens} tokens do not fit into the {free_tokens} that are free of this replica's "
+                f"{self.kv_capacity_tokens}; try again in a moment or elsewhere, or raise --kv-budget-tokens."
+            )
+
+    def _remove(self, held: Held[StateT]) -> None:
+        del self._sessions[held.address.session_id]
+        self.kv_used_tokens -= held.kv_tokens
+
+    def _remember_ending(self, address: Address) -> None:
+        epoch = max(address.epoch, self._ended.pop(address.session_id, -1))
+        self._ended[address.session_id] = epoch
+        if len(self._ended) > REMEMBERED_ENDINGS:
+            del self._ended[next(iter(self._ended))]

@@ -49,6 +49,15 @@ class ModelServiceSettings(ServiceSettings):
     device: str = Field("auto", description="cpu, cuda, cuda:0, ...; auto takes a GPU if there is one.")
     cache_dir: Path | None = Field(None, description="Where converted models are kept.")
     session_idle_ttl_s: float = Field(120.0, gt=0, description="Seconds after which an unused session is forgotten.")
+    kv_budget_tokens: int = Field(
+        0, ge=0, description="Cached tokens up to which sessions are taken; 0 takes max_sessions whole contexts."
+    )
+    emulated_step_ms: float = Field(
+        0.0,
+        ge=0,
+        le=60_000,
+        description="Hold every model step to so many milliseconds, to stand for other hardware; 0 does not.",
+    )
 
 
 class TargetSettings(ModelServiceSettings):
@@ -78,8 +87,10 @@ class OrchestratorSettings(ServiceSettings):
 
     model_config = _config("PACELINE_ORCHESTRATOR_")
 
-    target: str = Field(description="HOST:PORT of the target service.")
-    drafter: str | None = Field(None, description="HOST:PORT of the drafter service; none decodes plainly.")
+    target: str = Field(description="HOST:PORT of the target service; several with commas between them.")
+    drafter: str | None = Field(
+        None, description="HOST:PORT of the drafter service, or several likewise; none decodes plainly."
+    )
     tokenizer: str | None = Field(
         None, description="Where the tokenizer is loaded from; the target's model if left out."
     )
@@ -97,6 +108,12 @@ class OrchestratorSettings(ServiceSettings):
     connect_timeout_s: float = Field(30.0, gt=0, description="Longest wait for the target at start.")
     drafter_timeout_s: float = Field(5.0, gt=0, description="Longest wait for the drafter at start; it may come later.")
     silence_limit_s: float = Field(5.0, gt=0, description="A peer that says nothing for so long counts as gone.")
+    failover_timeout_s: float = Field(
+        1.0, ge=0, description="Longest that an answer waits for another target when it has lost its own."
+    )
+    max_migrations: int = Field(
+        8, ge=0, description="Targets that an answer may lose in a row, none giving a verdict, before it fails."
+    )
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that name none.")
     max_prompt_tokens: int = Field(131_072, ge=1, description="Longest prompt taken, whatever the model's context.")
 
@@ -104,3 +121,16 @@ class OrchestratorSettings(ServiceSettings):
     @classmethod
     def _none_means_none(cls, value: str | None) -> str | None:
         return None if value in (None, "", "none") else value
+
+    @property
+    def target_addresses(self) -> tuple[str, ...]:
+        return _addresses(self.target)
+
+    @property
+    def drafter_addresses(self) -> tuple[str, ...]:
+        return _addresses(self.drafter or "")
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    """The addresses between the commas, each once."""
+    return tuple(dict.fromkeys(address for part in text.split(",") if (address := part.strip())))

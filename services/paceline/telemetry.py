@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -44,22 +47,75 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> None:
             ) from error
 
 
+class Load(Protocol):
+    """How busy a model service is (the fields of `LoadReport`)."""
+
+    @property
+    def sessions(self) -> int: ...
+    @property
+    def max_sessions(self) -> int: ...
+    @property
+    def queued(self) -> int: ...
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def stale_items(self) -> int: ...
+    @property
+    def kv_used_tokens(self) -> int: ...
+    @property
+    def kv_capacity_tokens(self) -> int: ...
+    @property
+    def step_busy_share(self) -> float: ...
+
+
 class ServiceMetrics:
     """What each model service counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.stale_items = Gauge(
-            "paceline_stale_items", "Items dropped for an old epoch or another base.", registry=registry
-        )
+        self._registry = registry
         self.failed_sessions = Counter(
             "paceline_failed_sessions", "Sessions failed by a typed error.", ["reason"], registry=registry
         )
-        self.sessions = Gauge("paceline_sessions", "Sessions held.", registry=registry)
         self.step_seconds = Histogram(
             "paceline_step_seconds",
             "Duration of one model step.",
             registry=registry,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+        )
+
+    def follow(self, load: Callable[[], Load]) -> None:
+        """Report the figures of `load` whenever they are asked for; called once."""
+        figures: dict[str, tuple[str, Callable[[Load], float]]] = {
+            "sessions": ("Sessions held.", lambda now: now.sessions),
+            "max_sessions": ("Sessions held at most.", lambda now: now.max_sessions),
+            "queued_items": ("Items waiting for a model step.", lambda now: now.queued),
+            "draining": ("1 while no new sessions are taken.", lambda now: now.draining),
+            "stale_items": ("Items dropped for an old epoch or another base.", lambda now: now.stale_items),
+            "kv_used_tokens": ("Tokens whose keys and values are held.", lambda now: now.kv_used_tokens),
+            "kv_capacity_tokens": ("Tokens up to which sessions are taken.", lambda now: now.kv_capacity_tokens),
+            "step_busy_share": ("Share of time in model steps, 0 to 1.", lambda now: now.step_busy_share),
+        }
+        for name, (description, figure) in figures.items():
+            gauge = Gauge(f"paceline_{name}", description, registry=self._registry)
+            gauge.set_function(partial(_figure_now, figure, load))
+
+
+def _figure_now(figure: Callable[[Load], float], load: Callable[[], Load]) -> float:
+    return figure(load())
+
+
+class PoolMetrics:
+    """What the orchestrator counts of the pools it uses."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.migrations = Counter(
+            "paceline_migrations",
+            "Sessions that went on at another replica, by why they left the one before.",
+            ["pool", "reason"],
+            registry=registry,
+        )
+        self.connected_replicas = Gauge(
+            "paceline_connected_replicas", "Replicas with an open stream.", ["pool"], registry=registry
         )
 
 

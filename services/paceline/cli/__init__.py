@@ -1,4 +1,4 @@
-"""The command line `paceline`; every command is a thin layer over `paceline.client` and `paceline.local_stack`."""
+"""The command line `paceline`; every command is a thin layer over `paceline.client`, `paceline.local_stack` and Ray."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import typer
 
 from paceline.cli.demo import demo
 from paceline.cli.generate import generate
+from paceline.cli.serve import serve
+from paceline.cli.status import status
 from paceline.cli.up import up
 
 _EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -23,6 +25,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command()(up)
+app.command()(serve)
+app.command()(status)
 
 
 def main() -> None:

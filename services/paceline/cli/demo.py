@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.panel import Panel
@@ -19,7 +19,8 @@ from rich.text import Text
 from paceline.cli import options
 from paceline.cli.answers import stream_answer
 from paceline.cli.comparison import PromptRuns, comparison_table, verdict_on_equality, verdict_on_speed
-from paceline.cli.serving import running_stack
+from paceline.cli.laptop import laptop_configuration
+from paceline.cli.serving import free_port, running_application, running_stack
 from paceline.cli.show import legend
 from paceline.cli.terminal import Terminal, with_plain_errors
 from paceline.client import (
@@ -36,7 +37,14 @@ from paceline.client import (
     StopConditions,
 )
 from paceline.generation import CompletionBuilder
-from paceline.local_stack import NGRAM_DRAFTER, NO_DRAFTER, LocalStack, LocalStackSettings
+from paceline.local_stack import (
+    NGRAM_DRAFTER,
+    NO_DRAFTER,
+    LocalStackSettings,
+    ThreadPlan,
+    available_cores,
+    plan_threads,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +88,14 @@ def demo(
     dtype: options.Dtype = None,
     draft_length: options.DraftLength = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of each answer.")] = 64,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Run the services on Ray Serve, which takes longer to start: a minute or two in all."
+        ),
+    ] = False,
 ) -> None:
-    """Watch a model answer through three processes, then compare plain, sequential and pipelined decoding."""
+    """Watch a model answer through three services, then compare plain, sequential and pipelined decoding."""
     if drafter == NO_DRAFTER or draft_length == 0:
         raise typer.BadParameter("the demo compares decoding with drafts and without; it needs a drafter that drafts.")
     terminal = Terminal.open()
@@ -93,22 +107,76 @@ def demo(
     )
     # Before the services start, so that it is the load of others.
     load = os.getloadavg()[0]
+    stage = _stage_on_ray(settings, terminal) if ray else _stage_of_processes(settings, terminal)
+    with stage as running:
+        asyncio.run(_run(running, terminal, load=load, max_tokens=max_tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it runs on
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the answers come from, and what their speed depends on."""
+
+    endpoint: str
+    threads: ThreadPlan
+    has_neural_drafter: bool
+    services: str  # how they run, in words
+
+
+@contextmanager
+def _stage_of_processes(settings: LocalStackSettings, terminal: Terminal) -> Iterator[Stage]:
     with running_stack(settings, terminal) as stack:
-        asyncio.run(_run(stack, terminal, load=load, max_tokens=max_tokens))
+        services = "three processes that talk gRPC"
+        yield Stage(stack.endpoint, stack.threads, settings.has_neural_drafter, services)
 
 
-async def _run(stack: LocalStack, terminal: Terminal, *, load: float, max_tokens: int) -> None:
-    async with GenerationClient(stack.endpoint) as client:
+@contextmanager
+def _stage_on_ray(settings: LocalStackSettings, terminal: Terminal) -> Iterator[Stage]:
+    from orchestrator.config import parse_serve_file  # noqa: PLC0415 - for Ray only
+
+    threads = plan_threads(available_cores(), has_neural_drafter=settings.has_neural_drafter)
+    file = parse_serve_file(ray_configuration(settings, threads))
+    with running_application(file, terminal) as endpoint:
+        services = "three Ray Serve deployments that talk gRPC"
+        yield Stage(endpoint, threads, settings.has_neural_drafter, services)
+
+
+def ray_configuration(settings: LocalStackSettings, threads: ThreadPlan) -> dict[str, Any]:
+    """The laptop's configuration with the models of the demo, on ports that nobody has."""
+    dtype = {"dtype": settings.dtype}
+    neural = {"method": "draft_model", "model": settings.drafter, **dtype} if settings.has_neural_drafter else {}
+    return laptop_configuration(
+        grpc_port=free_port(),
+        http_port=free_port(),
+        target={"threads": threads.target, **_given(model=settings.target), **dtype},
+        drafter={"threads": threads.drafter, **neural},
+        orchestrator=_given(draft_length=settings.draft_length),
+    )
+
+
+def _given(**values: object) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it shows
+
+
+async def _run(stage: Stage, terminal: Terminal, *, load: float, max_tokens: int) -> None:
+    async with GenerationClient(stage.endpoint) as client:
         info = await client.server_info()
-        _say(terminal, circumstances(stack, info))
-        _say(terminal, load_warning(load, cores=stack.threads.cores))
+        _say(terminal, circumstances(stage, info))
+        _say(terminal, load_warning(load, cores=stage.threads.cores))
         terminal.out.print()
         await _watch_one(client, terminal, max_tokens=max_tokens)
         runs = await _run_all(client, terminal, max_tokens=max_tokens)
     terminal.out.print(comparison_table(runs))
     _say(terminal, verdict_on_speed(runs))
-    if stack.settings.has_neural_drafter:
-        threads = stack.threads
+    if stage.has_neural_drafter:
+        threads = stage.threads
         _say(terminal, [f"Plain decoding used {threads.target} of {threads.cores} cores: the drafter has the others."])
     _say(terminal, verdict_on_equality(runs, dtype=info.target.dtype))
 
@@ -118,17 +186,17 @@ def _say(terminal: Terminal, sentences: Iterable[str]) -> None:
         terminal.out.print(Text(sentence), soft_wrap=True)
 
 
-def circumstances(stack: LocalStack, info: ServerInfo) -> Iterator[str]:
+def circumstances(stage: Stage, info: ServerInfo) -> Iterator[str]:
     """What the numbers of the demo are measured with, a line each."""
-    threads = stack.threads
+    threads = stage.threads
     target_threads, drafter_threads = _counted(threads.target, "thread"), _counted(threads.drafter, "thread")
     yield f"target   {info.target.model_id}, {info.target.dtype}, {target_threads}"
     drafter = info.drafter.model_id if info.drafter is not None else NO_DRAFTER
-    if stack.settings.has_neural_drafter:
+    if stage.has_neural_drafter:
         yield f"drafter  {drafter}, {drafter_threads}, drafts of {info.speculation.draft_length} tokens"
     else:
         yield f"drafter  prompt lookup (n-gram), drafts of {info.speculation.draft_length} tokens"
-    yield f"machine  {platform.machine()}, {_counted(threads.cores, 'core')}; three processes that talk gRPC"
+    yield f"machine  {platform.machine()}, {_counted(threads.cores, 'core')}; {stage.services}"
 
 
 def load_warning(load: float, *, cores: int) -> Iterator[str]:

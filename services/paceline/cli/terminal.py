@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,8 +36,8 @@ class Terminal:
 
     @classmethod
     def open(cls) -> Terminal:
-        """Made when a command starts, because the streams may be replaced until then."""
-        return cls(out=Console(highlight=False), err=Console(stderr=True, highlight=False))
+        """Made when a command starts, because the streams may be replaced until then; later replacements do not count."""
+        return cls(out=Console(file=sys.stdout, highlight=False), err=Console(file=sys.stderr, highlight=False))
 
     def write(self, text: str, style: str = "") -> None:
         """A piece of an answer, at once; on a terminal in its style and without control characters."""

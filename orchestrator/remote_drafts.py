@@ -1,0 +1,278 @@
+"""One session's drafts from the pool of drafters: taken when they are there, never waited for when they are not.
+
+A drafter's session is a cache of the committed tokens. When its drafter is lost the session goes on without, asks for
+another seat in the background, and opens there from the committed tokens when one comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from orchestrator.board import Replica
+from orchestrator.pool import Seat
+from orchestrator.proposals import ProposalStore
+from orchestrator.replica_client import DrafterClient, PeerSession
+from paceline.errors import Draining, LengthMismatch, PacelineError, QueueFull, SessionNotFound
+from paceline.prefix import TokenPrefix
+from paceline.types import Draft, SessionSpec
+from paceline.v1 import drafter_service_pb2 as drafter_pb
+from paceline.v1 import session_pb2 as session_pb
+from paceline.wire import failure_from_proto, open_to_proto, proposal_from_proto
+
+logger = structlog.get_logger(__name__)
+
+MAX_REOPENINGS = 3
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before asking for another seat, behind one that was of no use
+
+
+class SeatTaker(PeerSession, Protocol):
+    """A session that waits for a seat."""
+
+    def on_seat(self, seat: Seat[DrafterClient]) -> None: ...
+
+
+class DrafterSeats(Protocol):
+    """Where seats come from (`drafter_pool.DrafterPool`)."""
+
+    def ask(self, session_id: str, taker: SeatTaker, *, tokens: int) -> None:
+        """Call `taker.on_seat` when its turn has come; asking twice is asking once."""
+
+    def withdraw(self, session_id: str) -> None: ...
+
+    def note_refusal(self, replica: Replica, refusal: PacelineError) -> None: ...
+
+    def count_move(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """What a drafter is told behind each round."""
+
+    prefix: TokenPrefix
+    base_length: int
+    draft_length: int
+    credit: int
+
+
+class RemoteDrafts:
+    """One session's drafts from the drafter service (`drafting.Remote`). Invariant: at most one seat.
+
+    Never raises and never holds the session up for long: after a draft that came too late, the next rounds do not wait
+    at all, and the pause doubles with each miss in a row.
+    """
+
+    def __init__(self, seats: DrafterSeats, spec: SessionSpec, *, draft_deadline_s: float) -> None:
+        self._seats, self._spec, self._draft_deadline_s = seats, spec, draft_deadline_s
+        self._store = ProposalStore()
+        self._epoch = 0
+        self._seat: Seat[DrafterClient] | None = None
+        self._is_open = False  # at the seat
+        self._is_awaited = True  # whether a draft of this seat is worth waiting for
+        self._openings = 0
+        self._given_up = False
+        self._left_because = ""
+        self._last_commit: _Commit | None = None
+        self._sent_length = 0
+        self._arrived = asyncio.Event()
+        self._misses = 0
+        self._rounds_to_skip = 0
+        self._useless_seats = 0  # in a row
+        self._asking: asyncio.TimerHandle | None = None
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the drafter holds this session, so that its silence means something."""
+        return self._is_open
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether any drafter could serve this session."""
+        return not self._given_up
+
+    def ask(self) -> None:
+        """Ask for a seat in the background."""
+        self._seats.ask(self._spec.session_id, self, tokens=self._spec.prompt_length)
+
+    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
+        self._store.prune(len(prefix))
+        self._last_commit = _Commit(prefix, len(prefix), draft_length, credit)
+        self._send_commit(self._last_commit)
+
+    async def draft(self, prefix: TokenPrefix, max_length: int) -> Draft | None:
+        """The drafter's draft; empty if it has nothing to offer, None if it is gone or late."""
+        draft = self._store.find(prefix.digest(), max_length)
+        if draft is not None:
+            self._misses = self._rounds_to_skip = 0
+            return draft
+        if not self._is_open or not self._is_awaited:
+            return None
+        if self._rounds_to_skip:
+            self._rounds_to_skip -= 1
+            return None
+        return await self._wait_for_draft(prefix.digest(), max_length)
+
+    def continues(self, digest: int) -> bool:
+        return self._store.continues(digest)
+
+    def close(self) -> None:
+        """End the session where it is open, give the seat back or stop asking for one."""
+        self._given_up = True
+        self._leave("")
+
+    # ---- what the drafter and its pool say
+
+    def on_seat(self, seat: Seat[DrafterClient]) -> None:
+        self._seat, self._is_open = seat, False
+        # A drafter that takes over in mid-answer must read all of it first, and nobody waits for that.
+        self._is_awaited = self._epoch == 0
+        self._misses = self._rounds_to_skip = 0
+        if self._left_because:
+            self._seats.count_move(self._left_because)
+            self._left_because = ""
+        commit = self._last_commit
+        if commit is not None and commit.base_length == len(commit.prefix):
+            self._send_commit(commit)
+
+    def on_event(self, event: drafter_pb.DrafterEvent) -> None:
+        if event.epoch != self._epoch:
+            self._count_stale()
+        elif event.WhichOneof("event") == "failed":
+            self._on_failed(failure_from_proto(event.failed))
+        else:
+            self._on_proposal(event.proposal)
+
+    def on_lost(self, reason: str) -> None:
+        self._leave("lost")
+
+    def on_draining(self) -> None:
+        self._leave("draining")
+
+    def _on_proposal(self, message: drafter_pb.Proposal) -> None:
+        try:
+            self._store.add(proposal_from_proto(message, vocab_size=self._spec.vocab_size))
+        except PacelineError as error:
+            self._on_failed(error)
+            return
+        self._useless_seats = 0
+        self._is_awaited = True
+        self._arrived.set()
+
+    def _on_failed(self, error: PacelineError) -> None:
+        """The drafter does not hold the session: open it again or elsewhere if that can help, else go on without."""
+        logger.info("drafter failed a session", session_id=self._spec.session_id, reason=error.reason, why=str(error))
+        self._openings += 1
+        if isinstance(error, (QueueFull, Draining)):
+            self._refuse_seat(error)
+        elif not isinstance(error, (SessionNotFound, LengthMismatch)) or self._openings > MAX_REOPENINGS:
+            self._give_up()
+        self._is_open = False
+        self._arrived.set()
+
+    # ---- the seat
+
+    def _refuse_seat(self, error: QueueFull | Draining) -> None:
+        if self._seat is not None:
+            replica = self._seat.replica
+            self._leave("draining" if isinstance(error, Draining) else "full")
+            self._seats.note_refusal(replica, error)
+
+    def _give_up(self) -> None:
+        self._given_up = True
+        self._leave("")
+
+    def _leave(self, reason: str) -> None:
+        """Give the seat back and, unless given up, ask for another: at once, but later each time it was of no use."""
+        seat, self._seat = self._seat, None
+        if seat is not None:
+            if self._is_open:
+                self._left_because = reason
+                with contextlib.suppress(QueueFull):
+                    seat.client.send(self._command(close=session_pb.CloseSession()))
+            seat.release()
+        self._is_open = False
+        self._arrived.set()
+        if self._given_up:
+            self._stop_asking()
+        elif seat is not None:
+            self._ask_later()
+
+    def _ask_later(self) -> None:
+        pause_s = min(_FIRST_PAUSE_S * (2**self._useless_seats - 1), _LONGEST_PAUSE_S)
+        self._useless_seats += 1
+        self._asking = asyncio.get_running_loop().call_later(pause_s, self.ask)
+
+    def _stop_asking(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+        self._seats.withdraw(self._spec.session_id)
+
+    # ---- one round
+
+    async def _wait_for_draft(self, digest: int, max_length: int) -> Draft | None:
+        deadline_s = time.monotonic() + self._draft_deadline_s
+        epoch = self._epoch
+        while self._is_open and self._epoch == epoch:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await self._arrived.wait()
+            except TimeoutError:
+                self._misses += 1
+                self._rounds_to_skip = min(2**self._misses, 64)
+                return None
+            draft = self._store.find(digest, max_length)
+            if draft is not None:
+                self._misses = 0
+                return draft
+        return None
+
+    def _send_commit(self, commit: _Commit) -> None:
+        if self._seat is None or self._given_up or not self._fits(self._seat.client, commit.base_length):
+            return
+        if not self._is_open:
+            self._open(commit.prefix)
+        self._send(
+            commit=drafter_pb.Commit(
+                base_length=commit.base_length,
+                committed_ids=commit.prefix.ids[self._sent_length :],
+                draft_length=commit.draft_length,
+                credit=commit.credit,
+            )
+        )
+        self._sent_length = commit.base_length
+
+    def _fits(self, client: DrafterClient, length: int) -> bool:
+        """Whether the drafter can hold the session now. One that cannot hold so many tokens never will."""
+        if client.info is None or not client.is_connected:
+            return False
+        if length >= client.info.max_context:
+            self._give_up()
+        return not self._given_up
+
+    def _open(self, prefix: TokenPrefix) -> None:
+        self._epoch += 1
+        self._is_open = True
+        self._sent_length = len(prefix)
+        self._send(open=open_to_proto(self._spec, prefix.ids))
+
+    def _send(self, **command: Any) -> None:
+        if self._seat is None:
+            return
+        try:
+            self._seat.client.send(self._command(**command))
+        except QueueFull:
+            # A drafter that does not read costs speed alone; the session opens there again when it does.
+            self._is_open = False
+
+    def _count_stale(self) -> None:
+        if self._seat is not None:
+            self._seat.client.stale_items += 1
+
+    def _command(self, **command: Any) -> drafter_pb.DrafterCommand:
+        return drafter_pb.DrafterCommand(session_id=self._spec.session_id, epoch=self._epoch, **command)

@@ -1,0 +1,305 @@
+"""One session at the pool of targets: it verifies at a seat, and when that is lost goes on at another.
+
+A target's session is a cache of the committed tokens. So a lost, draining, full or hanging target costs a pause: the
+session opens at another replica from the committed tokens, and the round in flight is verified there, with the same
+draft and the same noise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from orchestrator.board import Replica
+from orchestrator.pool import Seat
+from orchestrator.replica_client import PeerSession, TargetClient
+from paceline.errors import (
+    DeadlineExceeded,
+    Draining,
+    LengthMismatch,
+    PacelineError,
+    QueueFull,
+    SessionNotFound,
+    TargetUnavailable,
+)
+from paceline.prefix import TokenPrefix
+from paceline.types import Draft, SessionSpec, VerdictRows
+from paceline.v1 import session_pb2 as session_pb
+from paceline.v1 import target_service_pb2 as target_pb
+from paceline.wire import failure_from_proto, open_to_proto, verdict_from_proto
+
+logger = structlog.get_logger(__name__)
+
+MAX_REOPENINGS = 3  # at one replica, for one verdict
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two replicas that have no room
+
+MOVES: dict[type[PacelineError], str] = {
+    TargetUnavailable: "lost",
+    Draining: "draining",
+    QueueFull: "full",
+    DeadlineExceeded: "late",
+}
+"""What makes a session go on elsewhere, with the word for it in metrics and logs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverLimits:
+    """How long a session tries to get one verdict."""
+
+    timeout_s: float  # without a seat, added up
+    max_migrations: int  # replicas lost one after another
+
+
+class TargetSeats(Protocol):
+    """Where seats come from (`target_pool.TargetPool`)."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    async def seat(self, session_id: str, session: PeerSession, *, tokens: int) -> Seat[TargetClient]: ...
+
+    def note_refusal(self, replica: Replica, refusal: PacelineError) -> None: ...
+
+    def note_late(self, replica: Replica) -> None: ...
+
+    def note_verdict(self, replica: Replica) -> None: ...
+
+    def count_move(self, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """What has gone wrong since the last verdict."""
+
+    reopenings: int = 0
+    migrations: int = 0
+    refusals: int = 0
+    seatless_s: float = 0.0
+    late_replica_ids: set[str] = field(default_factory=set)
+
+
+class RemoteTarget:
+    """One session at the targets (`loop.Target`).
+
+    Invariant: at most one seat, and at most one draft being judged there; the epoch rises with every opening, whichever
+    the replica, so that what an earlier one still sends is never taken for an answer.
+    """
+
+    def __init__(
+        self,
+        seats: TargetSeats,
+        spec: SessionSpec,
+        limits: FailoverLimits,
+        *,
+        verify_deadline_s: float,
+        deadline_s: float | None,
+    ) -> None:
+        self._seats, self._spec, self._limits = seats, spec, limits
+        self._verify_deadline_s, self._deadline_s = verify_deadline_s, deadline_s
+        self._epoch = 0
+        self._seat: Seat[TargetClient] | None = None
+        self._is_open = False  # at the seat
+        self._is_leaving = False  # as soon as the verdict in flight is here
+        self._left_because = ""
+        self._sent_length = 0  # committed tokens that the replica has been told
+        self._has_verdict = False
+        self._pending: asyncio.Future[VerdictRows] | None = None
+        self._pending_base = 0
+
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+        """Ask for a verdict, at another replica if this one is lost; opens the session first where it is not held.
+
+        Raises `TargetUnavailable` if no replica gives one within the limits, and `QueueFull` if the session has no
+        verdict yet and every replica is full.
+        """
+        trouble = _Trouble()
+        while True:
+            seat = await self._take_seat(prefix, trouble)
+            try:
+                rows = await self._ask(seat, prefix, draft)
+            except (SessionNotFound, LengthMismatch) as error:
+                self._open_again(error, trouble)
+            except tuple(MOVES) as error:
+                await self._move(seat, error, trouble)
+            else:
+                self._has_verdict = True
+                self._seats.note_verdict(seat.replica)
+                if self._is_leaving:
+                    self._leave(MOVES[Draining])
+                return rows
+
+    def close(self) -> None:
+        """End the session where it is open, and give the seat back."""
+        self._leave("")
+
+    # ---- what the replica says
+
+    def on_event(self, event: target_pb.TargetEvent) -> None:
+        pending = self._pending
+        if event.epoch != self._epoch or pending is None or pending.done():
+            self._count_stale()
+        elif event.WhichOneof("event") == "failed":
+            pending.set_exception(failure_from_proto(event.failed))
+        elif event.verdict.base_length != self._pending_base:
+            self._count_stale()
+        else:
+            self._resolve(pending, event.verdict)
+
+    def on_lost(self, reason: str) -> None:
+        self._leave(MOVES[TargetUnavailable])
+        if self._pending is not None and not self._pending.done():
+            self._pending.set_exception(TargetUnavailable(f"The target is gone ({reason}); ask again in a moment."))
+
+    def on_draining(self) -> None:
+        """Leave now, or behind the verdict in flight: a client that reads slowly must not hold the replica up."""
+        if self._pending is None:
+            self._leave(MOVES[Draining])
+        else:
+            self._is_leaving = True
+
+    # ---- seats
+
+    async def _take_seat(self, prefix: TokenPrefix, trouble: _Trouble) -> Seat[TargetClient]:
+        """The seat, or a new one; raises `TargetUnavailable` if there is none in time."""
+        if self._seat is not None:
+            return self._seat
+        started_s = time.monotonic()
+        remaining_s = self._limits.timeout_s - trouble.seatless_s
+        try:
+            if remaining_s <= 0:
+                raise TimeoutError
+            async with asyncio.timeout(remaining_s):
+                seat = await self._connected_seat(prefix)
+        except TimeoutError:
+            raise TargetUnavailable(
+                f"No target was there to go on with the answer within {self._limits.timeout_s:g} s; "
+                "ask again in a moment."
+            ) from None
+        finally:
+            trouble.seatless_s += time.monotonic() - started_s
+        if seat.replica.replica_id in trouble.late_replica_ids:
+            raise TargetUnavailable(
+                f"The target gave no verdict within {self._verify_deadline_s:g} s, and there is no other; "
+                "ask again in a moment."
+            )
+        if self._left_because:
+            self._seats.count_move(self._left_because)
+            logger.info("session moved", session_id=self._spec.session_id, why=self._left_because)
+            self._left_because = ""
+        return seat
+
+    async def _connected_seat(self, prefix: TokenPrefix) -> Seat[TargetClient]:
+        while True:
+            try:
+                seat = self._seat = await self._seats.seat(self._spec.session_id, self, tokens=len(prefix))
+            except QueueFull:
+                if not self._has_verdict:
+                    raise
+                await asyncio.sleep(_LONGEST_PAUSE_S)
+                continue
+            if await seat.client.settle() and self._seat is seat:
+                return seat
+            self._leave("")
+
+    async def _move(self, seat: Seat[TargetClient], error: PacelineError, trouble: _Trouble) -> None:
+        """Give the seat back and see whether another is worth asking for; raises if not."""
+        self._leave(MOVES[type(error)])
+        self._seats.note_refusal(seat.replica, error)
+        if isinstance(error, QueueFull):
+            await self._wait_for_room(error, trouble)
+            return
+        if isinstance(error, DeadlineExceeded):
+            if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+                raise error
+            self._seats.note_late(seat.replica)
+            trouble.late_replica_ids.add(seat.replica.replica_id)
+        trouble.migrations += 1
+        if trouble.migrations > self._limits.max_migrations:
+            raise TargetUnavailable(
+                f"{trouble.migrations} targets in a row were lost before they gave a verdict; ask again in a moment."
+            ) from error
+
+    async def _wait_for_room(self, error: QueueFull, trouble: _Trouble) -> None:
+        """A new session is refused at once where all is full; one in mid-answer waits for a while."""
+        if not self._has_verdict and not self._seats.has_room:
+            raise error
+        pause_s = min(_FIRST_PAUSE_S * 2**trouble.refusals, _LONGEST_PAUSE_S)
+        trouble.refusals += 1
+        trouble.seatless_s += pause_s
+        await asyncio.sleep(pause_s)
+
+    def _leave(self, reason: str) -> None:
+        if self._seat is None:
+            return
+        seat, self._seat = self._seat, None
+        if self._is_open:
+            self._left_because = reason
+            with contextlib.suppress(QueueFull):  # a replica that does not read lets the session idle out
+                seat.client.send(self._command(close=session_pb.CloseSession()))
+        self._is_open = self._is_leaving = False
+        seat.release()
+
+    # ---- one draft
+
+    async def _ask(self, seat: Seat[TargetClient], prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+        if not self._is_open:
+            self._open(seat, prefix)
+        self._pending = asyncio.get_running_loop().create_future()
+        self._pending_base = len(prefix)
+        try:
+            seat.client.send(
+                self._command(
+                    verify=target_pb.VerifyDraft(
+                        base_length=len(prefix),
+                        committed_ids=prefix.ids[self._sent_length :],
+                        draft_ids=draft.ids,
+                        draft_distributions=draft.distributions,
+                        budget_ms=self._budget_ms(),
+                    )
+                )
+            )
+            self._sent_length = len(prefix)
+            async with asyncio.timeout(self._verify_deadline_s):
+                return await self._pending
+        except TimeoutError:
+            raise DeadlineExceeded(f"The target gave no verdict within {self._verify_deadline_s:g} s.") from None
+        finally:
+            self._pending = None
+
+    def _budget_ms(self) -> int:
+        budget_s = self._verify_deadline_s
+        if self._deadline_s is not None:
+            budget_s = min(budget_s, self._deadline_s - time.monotonic())
+        return max(1, int(budget_s * 1000))
+
+    def _open(self, seat: Seat[TargetClient], prefix: TokenPrefix) -> None:
+        self._epoch += 1
+        seat.client.send(self._command(open=open_to_proto(self._spec, prefix.ids)))
+        self._is_open = True
+        self._sent_length = len(prefix)
+
+    def _open_again(self, error: PacelineError, trouble: _Trouble) -> None:
+        """The replica has lost the session, or part of it: open it there once more."""
+        self._is_open = False
+        trouble.reopenings += 1
+        if trouble.reopenings >= MAX_REOPENINGS:
+            raise TargetUnavailable("The target lost the session again and again; ask once more.") from error
+        logger.warning("session opened again at the target", session_id=self._spec.session_id, why=error.message)
+
+    def _resolve(self, pending: asyncio.Future[VerdictRows], message: target_pb.VerdictRows) -> None:
+        try:
+            pending.set_result(verdict_from_proto(message, vocab_size=self._spec.vocab_size))
+        except PacelineError as error:
+            pending.set_exception(error)
+
+    def _count_stale(self) -> None:
+        if self._seat is not None:
+            self._seat.client.stale_items += 1
+
+    def _command(self, **command: Any) -> target_pb.TargetCommand:
+        return target_pb.TargetCommand(session_id=self._spec.session_id, epoch=self._epoch, **command)

@@ -1,0 +1,149 @@
+"""The orchestrator as a process: settings, tokenizer, connections to targets and drafters, server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import NoReturn
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from orchestrator.api import SERVICE_NAME, GenerationServicer
+from orchestrator.board import PoolBoard, most_room_first, nearest_first
+from orchestrator.directory import Directory, StaticDirectory
+from orchestrator.drafter_pool import DrafterPool
+from orchestrator.generator import Generator
+from orchestrator.remote_target import FailoverLimits
+from orchestrator.target_pool import TargetPool
+from orchestrator.text import Tokenizer
+from paceline.engine.checkpoint import resolve_checkpoint
+from paceline.errors import StartupFailed
+from paceline.model_service import use_threads
+from paceline.process import Lifetime, Serve, run_service, until_idle
+from paceline.rpc import Server
+from paceline.settings import OrchestratorSettings
+from paceline.telemetry import PoolMetrics, SpeculationMetrics, serve_metrics
+from paceline.types import ModelInfo
+from paceline.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
+
+logger = structlog.get_logger(__name__)
+
+def prepare(settings: OrchestratorSettings) -> Serve:
+    # The orchestrator multiplies nothing: one thread keeps torch's pool from starting.
+    use_threads(settings.threads or 1)
+    return lambda lifetime: serve_orchestrator(lifetime, settings)
+
+
+async def serve_orchestrator(lifetime: Lifetime, settings: OrchestratorSettings) -> None:
+    """Connect, then serve until asked to stop; raises `StartupFailed` if no target can be reached."""
+    if not settings.target_addresses:
+        raise StartupFailed("There is no target; name one or several by --target.")
+    registry = CollectorRegistry()
+    serve_metrics(registry, host=settings.host, port=settings.metrics_port)
+    targets = StaticDirectory(settings.target_addresses, PoolBoard(most_room_first))
+    drafters = StaticDirectory(settings.drafter_addresses, PoolBoard(nearest_first))
+    async with open_generator(
+        settings,
+        targets=targets,
+        drafters=drafters if settings.drafter_addresses else None,
+        registry=registry,
+        on_broken=lifetime.stop,
+    ) as generator:
+        await _serve(lifetime, settings, generator)
+
+
+def _ignore() -> None:
+    return None
+
+
+@asynccontextmanager
+async def open_generator(
+    settings: OrchestratorSettings,
+    *,
+    targets: Directory,
+    drafters: Directory | None,
+    registry: CollectorRegistry,
+    on_broken: Callable[[], None] = _ignore,
+) -> AsyncIterator[Generator]:
+    """A generator over the pools of two directories, connected until the block ends.
+
+    Raises `StartupFailed` if no target answers in time, `ModelMismatch` if every target, or every drafter, is refused.
+    `on_broken` is called if the connections fail in a way that is no replica's fault; leaving the block then raises it.
+    """
+    metrics, pool_metrics = SpeculationMetrics(registry), PoolMetrics(registry)
+    async with AsyncExitStack() as connections:
+        target = TargetPool(
+            targets,
+            limits=FailoverLimits(timeout_s=settings.failover_timeout_s, max_migrations=settings.max_migrations),
+            silence_limit_s=settings.silence_limit_s,
+            metrics=pool_metrics,
+        )
+        await connections.enter_async_context(_kept_connected(target, on_broken))
+        target_info = await _connected_target(target, settings)
+        tokenizer = await _load_tokenizer(settings, target_info)
+        drafter = None
+        if drafters is not None:
+            drafter = DrafterPool(
+                drafters, target_info=target_info, silence_limit_s=settings.silence_limit_s, metrics=pool_metrics
+            )
+            await connections.enter_async_context(_kept_connected(drafter, on_broken))
+            if not await drafter.wait_connected(settings.drafter_timeout_s):
+                # A drafter is optional at any time: sessions go on without it, and use it when it comes.
+                logger.warning("no drafter answers yet", address=settings.drafter)
+        metrics.stale_items.set_function(lambda: target.stale_items + (drafter.stale_items if drafter else 0))
+        yield Generator(settings, tokenizer, target=target, drafter=drafter, metrics=metrics)
+
+
+@asynccontextmanager
+async def _kept_connected(pool: TargetPool | DrafterPool, on_broken: Callable[[], None]) -> AsyncIterator[None]:
+    """Keep the connections up while the block runs; should their task break, say so, and raise its error at the end."""
+    task = asyncio.ensure_future(pool.run())
+    task.add_done_callback(lambda _: on_broken())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _serve(lifetime: Lifetime, settings: OrchestratorSettings, generator: Generator) -> None:
+    server = Server(host=settings.host, port=settings.port)
+    add_GenerationServiceServicer_to_server(GenerationServicer(generator), server.registrar)
+    await server.start(SERVICE_NAME)
+    lifetime.ready("orchestrator", server.address)
+    logger.info("ready", address=server.address)
+    await lifetime.until_stopped()
+    await server.begin_draining()
+    await until_idle(lambda: generator.running, limit_s=settings.drain_s)
+    await server.stop(0.5)
+
+
+async def _connected_target(target: TargetPool, settings: OrchestratorSettings) -> ModelInfo:
+    if not await target.wait_connected(settings.connect_timeout_s) or target.info is None:
+        where = " or ".join(settings.target_addresses)
+        raise StartupFailed(
+            f"No target answers at {where}; start one with `python -m target_service` and name it by --target."
+            if where
+            else "No target answers; see to it that the pool of targets can start."
+        )
+    return target.info
+
+
+async def _load_tokenizer(settings: OrchestratorSettings, target: ModelInfo) -> Tokenizer:
+    name = settings.tokenizer or target.model_id
+    tokenizer = await asyncio.to_thread(
+        lambda: Tokenizer.load(str(resolve_checkpoint(name, cache_dir=settings.cache_dir)))
+    )
+    if target.tokenizer_sha256 and tokenizer.fingerprint != target.tokenizer_sha256:
+        raise StartupFailed(
+            f"The tokenizer {name!r} ({tokenizer.fingerprint[:16]}) is not the target's "
+            f"({target.tokenizer_sha256[:16]}); name the target's by --tokenizer."
+        )
+    return tokenizer
+
+
+def main() -> NoReturn:
+    run_service("orchestrator", OrchestratorSettings, prepare)

@@ -1,0 +1,69 @@
+"""The target as a process: settings, model, worker, server."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, NoReturn
+
+from paceline.engine.emulation import emulated
+from paceline.engine.model import CausalModel
+from paceline.model_service import ModelService, session_table, use_threads
+from paceline.process import Lifetime, run_service
+from paceline.sessions import SessionTable
+from paceline.settings import TargetSettings
+from paceline.types import ModelInfo
+from paceline.v1 import target_service_pb2
+from paceline.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
+from target_service.scheduler import Command, Scheduler, TargetEvent
+from target_service.servicer import TargetServicer
+from target_service.verifier import CacheT, Model, TargetSession, Verifier
+
+SERVICE_NAME = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+
+
+def prepare(settings: TargetSettings) -> ModelService[Command, TargetEvent]:
+    """Load the model; the result serves it until asked to stop."""
+    use_threads(settings.threads)
+    model = CausalModel.load(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
+    model.warm_up()
+    info = ModelInfo(
+        model_id=model.model_id,
+        vocab_size=model.vocab_size,
+        max_context=model.max_context,
+        tokenizer_sha256=model.tokenizer_sha256,
+        incarnation=uuid.uuid4().hex,
+        dtype=str(model.dtype).removeprefix("torch."),
+        eos_token_ids=tuple(model.eos_token_ids),
+        emulated=settings.emulated_step_ms > 0,
+    )
+    return assemble(settings, emulated(model, step_ms=settings.emulated_step_ms), info)
+
+
+def assemble(settings: TargetSettings, model: Model[CacheT], info: ModelInfo) -> ModelService[Command, TargetEvent]:
+    """A service over any model behind the narrow interface; tests and benchmarks pass fakes."""
+    verifier = Verifier(model)
+    sessions: SessionTable[TargetSession[CacheT]] = session_table(
+        settings, info, kv_tokens_of=lambda session: session.kv_tokens
+    )
+    return ModelService(
+        settings,
+        kind="target",
+        service_name=SERVICE_NAME,
+        info=info,
+        worker=Scheduler(verifier, sessions),
+        sessions=sessions,
+        outcomes=verifier.outcomes,
+        make_servicer=lambda submit, load, metrics: TargetServicer(
+            info, submit=submit, load=load, metrics=metrics, heartbeat_s=settings.heartbeat_s
+        ),
+        register=add_TargetServiceServicer_to_server,
+    )
+
+
+async def serve_target(lifetime: Lifetime, settings: TargetSettings, model: Model[Any], info: ModelInfo) -> None:
+    """Serve any model behind the narrow interface until asked to stop."""
+    await assemble(settings, model, info)(lifetime)
+
+
+def main() -> NoReturn:
+    run_service("target", TargetSettings, prepare)
