@@ -10,13 +10,16 @@ WORKERS := -n 2 --dist loadfile
 PROTO := $(sort $(wildcard proto/paceline/v1/*.proto))
 BENCHMARKS := $(sort $(wildcard benchmarks/[!_]*.py))
 
-.PHONY: help demo test test-all check check-style check-types check-imports check-proto format proto bench clean
+.PHONY: help demo demo-ray test test-all check check-style check-types check-imports check-proto format proto bench clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 demo: $(INSTALLED) ## answer the same prompts plain, sequential and pipelined with the default model
 	@$(BIN)/paceline demo $(ARGS)
+
+demo-ray: $(INSTALLED) ## the same through Ray Serve: a minute or two on two cores
+	@$(BIN)/paceline demo --ray $(ARGS)
 
 test: $(INSTALLED) ## run all tests but the slow ones
 	@$(BIN)/pytest $(WORKERS) $(ARGS)

@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
-from paceline.cli import app
 from paceline.cli.batch import Outcome, complete_all
 from paceline.cli.comparison import PromptRuns, comparison_table, verdict_on_equality, verdict_on_speed
 from paceline.cli.demo import PROMPTS, SCHEDULES, load_warning
@@ -39,12 +33,10 @@ from paceline.client import (
 from paceline.errors import ContextTooLong
 from paceline.v1 import generation_service_pb2 as pb
 from paceline.v1 import session_pb2 as session_pb
+from tests.command_line import ESCAPE, end, paceline, refused, started, uncoloured
 from tests.fake_generation import SEED, TEXT, FakeGenerationService, canned_answer, prompt_of, serving
 from tests.fake_stack import FakeStack, install, is_alive, wait_until_gone
 from tests.stand_in import Behaviour
-
-PLAIN_TERMINAL = {"COLUMNS": "100", "NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm-256color"}
-ESCAPE = "\x1b"
 
 
 @pytest.fixture
@@ -63,26 +55,6 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeStack:
     fakes = install(tmp_path / "stand-ins", monkeypatch)
     fakes.behave("orchestrator", Behaviour(generates=True))
     return fakes
-
-
-def paceline(*arguments: str, standard_input: str | bytes = "", **environment: str) -> Result:
-    """Run one command; whatever it does, it shows no traceback and confesses no mistake of ours."""
-    result = CliRunner(env={**PLAIN_TERMINAL, **environment}).invoke(app, list(arguments), input=standard_input)
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    assert "Traceback" not in result.output
-    assert "inside Paceline" not in result.output
-    return result
-
-
-def uncoloured(text: str) -> str:
-    return re.sub(rf"{ESCAPE}\[[0-9;]*m", "", text)
-
-
-def refused(result: Result, status: int = 2) -> str:
-    """The words of a refusal, without the frame they may stand in and its line breaks."""
-    assert result.exit_code == status
-    assert result.stdout == ""
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", uncoloured(result.stderr)).split())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -551,23 +523,6 @@ def test_demo_without_a_drafter_is_refused() -> None:
     assert "needs a drafter" in refused(paceline("demo", "--draft-length", "0"))
 
 
-@contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command as a process of its own, for what only signals can show; killed if a test leaves it running."""
-    command = [sys.executable, "-m", "paceline", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit status and what else was written, on both streams."""
-    output, errors = process.communicate(timeout=60)
-    return process.returncode, output + errors
-
-
 def test_interrupt_in_mid_answer_cancels_it_quietly(endpoint: str, service: FakeGenerationService) -> None:
     """Ctrl-C while an answer streams exits with 130, after what had come, and the server is told."""
 
@@ -747,11 +702,13 @@ def test_every_schedule_is_compared() -> None:
 
 def test_help_names_every_command_and_option() -> None:
     """The commands and the options of the contract are there."""
-    assert all(command in paceline("--help").stdout for command in ("generate", "demo", "up"))
+    assert all(command in paceline("--help").stdout for command in ("generate", "demo", "up", "serve", "status"))
     options: dict[str, Any] = {
         "generate": ["--endpoint", "--prompts", "--concurrency", "--show-drafts", "--raw", "--json", "--min-p"],
         "up": ["--port", "--target", "--drafter", "--schedule", "--rule", "--draft-length", "--dtype", "--logit-noise"],
-        "demo": ["--target", "--drafter", "--draft-length", "--max-tokens"],
+        "demo": ["--target", "--drafter", "--draft-length", "--max-tokens", "--ray"],
+        "serve": ["--config", "--address", "--sim-cluster", "--port"],
+        "status": ["--endpoint", "--watch", "--interval", "--json"],
     }
     for command, names in options.items():
         shown = uncoloured(paceline(command, "--help").stdout)

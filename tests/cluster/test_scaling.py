@@ -1,0 +1,129 @@
+"""Each pool follows its own signal on a simulated cluster, under the policy for the whole application.
+
+Tiny models whose steps are held stand for GPUs. Counts are read the way a person reads them, from `paceline status`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cluster import deployed
+from paceline.client import GenerationClient, GenerationRequest, SpeculationOptions, StopConditions
+from paceline.generation import Completion
+from paceline.types import VerificationRule
+from tests.cluster.applications import tiny_application
+
+LIMIT_S = 150.0  # far above what a change takes
+# Seconds where production takes minutes.
+POLICY = {
+    "stall_target": 0.4,
+    "initial_ratio": 0.5,
+    "judge_interval_s": 3,
+    "settle_s": 4,
+    "raise_delay_s": 1,
+    "target_hold_s": 8,
+    "drafter_hold_s": 8,
+    "max_raise": 1.0,
+}
+AT_ONCE = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 11}
+
+Counts = tuple[int, int]
+"""Connected replicas that do not drain: targets, drafters."""
+
+
+@pytest.fixture(scope="module")
+def endpoint(tiny_model: Path) -> Iterator[str]:
+    file = tiny_application(
+        tiny_model,
+        target={"replicas": {"min": 1, "max": 2, "sessions_per_replica": 6, **AT_ONCE}},
+        drafter={"replicas": {"min": 1, "max": 3, "sessions_per_replica": 64, **AT_ONCE}},
+        drafter_service={"emulated_step_ms": 6, "logit_noise": 0.0},
+        policy=POLICY,
+    )
+    with deployed(file, is_simulated=True) as application:
+        yield application.grpc_endpoint
+
+
+async def counts(endpoint: str) -> Counts:
+    """What `paceline status` says."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "paceline", "status", "--endpoint", endpoint, "--json", stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    pools = {pool["name"]: pool["replicas"] for pool in json.loads(output)["pools"]}
+    found = [
+        sum(replica["is_connected"] and not replica["is_draining"] for replica in pools[name])
+        for name in ("target", "drafter")
+    ]
+    return found[0], found[1]
+
+
+async def until_counts(endpoint: str, wanted: Counts, *, never: tuple[int | None, int | None]) -> None:
+    """Wait for the counts; meanwhile neither pool may have more than `never` allows (None: not looked at)."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while (seen := await counts(endpoint)) != wanted:
+        for count, most in zip(seen, never, strict=True):
+            assert most is None or count <= most, f"{seen} on the way to {wanted}"
+        assert time.monotonic() < deadline_s, f"{seen} and not {wanted} after {LIMIT_S:g} s"
+        await asyncio.sleep(0.5)
+
+
+@asynccontextmanager
+async def steady_sessions(endpoint: str, number: int, *, draft_length: int) -> AsyncIterator[list[Completion]]:
+    """That many answers at any time; what comes out are the completions so far."""
+    completions: list[Completion] = []
+    async with GenerationClient(endpoint) as client, asyncio.TaskGroup() as group:
+        is_over = asyncio.Event()
+
+        async def keep_asking(seed: int) -> None:
+            while not is_over.is_set():
+                request = GenerationRequest(
+                    token_ids=(seed + 1, 2, 3),
+                    stopping=StopConditions(max_tokens=200, ignore_eos=True),
+                    speculation=SpeculationOptions(rule=VerificationRule.COUPLED, draft_length=draft_length),
+                    seed=seed,
+                )
+                completions.append(await client.complete(request, timeout_s=LIMIT_S))
+
+        for seed in range(number):
+            group.create_task(keep_asking(seed))
+        yield completions
+        is_over.set()
+
+
+def by_seed(completions: list[Completion]) -> dict[int, set[str]]:
+    texts: dict[int, set[str]] = {}
+    for completion in completions:
+        texts.setdefault(completion.seed, set()).add(completion.text)
+    return texts
+
+
+@pytest.mark.timeout(400)
+async def test_sessions_scale_the_targets_and_nothing_else(endpoint: str) -> None:
+    """Targets 1, 2, 1 as sessions come and go, drafters stay; the target that goes takes no answer with it."""
+    await until_counts(endpoint, (1, 1), never=(1, 1))
+    async with steady_sessions(endpoint, 10, draft_length=1) as completions:
+        await until_counts(endpoint, (2, 1), never=(2, 1))
+    async with steady_sessions(endpoint, 2, draft_length=1) as fewer:
+        # The load falls, but does not end: open sessions have to leave the target that goes.
+        await until_counts(endpoint, (1, 1), never=(2, 1))
+    assert all(len(texts) == 1 for texts in by_seed([*completions, *fewer]).values())
+
+
+@pytest.mark.timeout(400)
+async def test_stall_scales_the_drafters_and_nothing_else(endpoint: str) -> None:
+    """Drafters 1, 3, 1 as sessions wait for drafts and cease to, targets stay."""
+    await until_counts(endpoint, (1, 1), never=(1, None))
+    async with steady_sessions(endpoint, 4, draft_length=12) as completions:
+        await until_counts(endpoint, (1, 3), never=(1, 3))
+    await until_counts(endpoint, (1, 1), never=(1, 3))
+    assert all(len(texts) == 1 for texts in by_seed(completions).values())
