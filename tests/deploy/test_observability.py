@@ -1,0 +1,115 @@
+"""The dashboard and the alerts ask for metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.dashboard.modules.metrics.dashboards as ray_dashboards
+import ray.serve._private as serve_private
+from prometheus_client import CollectorRegistry
+
+from paceline.telemetry import PoolMetrics, ServiceMetrics, SpeculationMetrics
+from paceline.v1.session_pb2 import LoadReport
+from tests.deploy.files import DEPLOY, read_yaml
+
+FOLDER = DEPLOY / "observability"
+DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
+ALERTS: list[dict[str, Any]] = [
+    rule for group in read_yaml(FOLDER / "alerts.yaml")["groups"] for rule in group["rules"]
+]
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> Iterator[str]:
+    for panel in panels():
+        yield from (target["expr"] for target in panel["targets"])
+    yield from (rule["expr"] for rule in ALERTS)
+
+
+def names(prefix: str) -> set[str]:
+    """Metrics with that prefix in any expression."""
+    return {name for expression in expressions() for name in re.findall(rf"\b{prefix}_\w+", expression)}
+
+
+def exported() -> set[str]:
+    """Every series that the three services export."""
+    model_service, orchestrator = CollectorRegistry(), CollectorRegistry()
+    ServiceMetrics(model_service).follow(LoadReport)
+    SpeculationMetrics(orchestrator)
+    PoolMetrics(orchestrator)
+    metrics = [*model_service.collect(), *orchestrator.collect()]
+    return {f"{metric.name}{suffix}" for metric in metrics for suffix in SUFFIXES[metric.type]}
+
+
+def named_by_ray() -> str:
+    """The source text in which Ray names its metrics: Serve's own code, and the dashboards that Ray ships."""
+    folders = [Path(next(iter(module.__path__))) for module in (serve_private, ray_dashboards)]
+    return "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in sorted(folder.glob("*.py")))
+
+
+def test_paceline_metrics_exist() -> None:
+    """Every series asked for is one that a service exports."""
+    wanted = names("paceline")
+    assert len(wanted) > 10
+    assert wanted <= exported()
+
+
+def test_serve_metrics_exist() -> None:
+    """Every series of Ray Serve asked for is named in the installed Ray, by Serve or by Ray's own dashboards."""
+    text = named_by_ray()
+    wanted = names("ray")
+    assert len(wanted) > 3
+    for name in wanted:
+        assert f'"{name.removeprefix("ray_")}"' in text or re.search(rf"\b{name}\b", text), name
+
+
+def test_every_metric_of_a_service_is_shown() -> None:
+    """What a service exports has its place on the dashboard."""
+    stems = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in exported()}
+    shown = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in names("paceline")}
+    assert stems == shown
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_panel_is_complete(panel: dict[str, Any]) -> None:
+    """It says what it shows, in a unit, from the data source that the viewer chooses."""
+    assert panel["description"]
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["datasource"]["uid"] == "${datasource}"
+    assert panel["targets"]
+
+
+def test_panels_do_not_overlap() -> None:
+    """Each has an id and a place of its own on the grid of 24 columns."""
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_alert_is_complete_and_in_the_runbook(rule: dict[str, Any]) -> None:
+    """Whoever is woken finds a sentence, and the alert's name in the runbook."""
+    assert rule.keys() == {"alert", "expr", "for", "labels", "annotations"}
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert rule["annotations"]["summary"]
+    assert rule["expr"].count("(") == rule["expr"].count(")")
+    assert f"`{rule['alert']}`" in (DEPLOY / "README.md").read_text(encoding="utf-8")
