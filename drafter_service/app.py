@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
 
-from paceline.replica import ModelReplica
+from drafter_service.service import prepare
+from paceline.replica import ModelReplica, ReplicaDeployment
 from paceline.settings import DrafterSettings
 from paceline.telemetry import configure_logging
-from drafter_service.service import prepare
 
 
-class DrafterReplica:
-    """The deployment class; Serve calls its methods by their names."""
+class DrafterReplica(ReplicaDeployment):
+    """The deployment class."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        checked = DrafterSettings(**settings, host=ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        checked = DrafterSettings(**settings, host=host)
         configure_logging(checked.log_level, service="drafter")
         self._replica = await ModelReplica.start(await asyncio.to_thread(prepare, checked), pool="drafter")
-
-    def record_replica_metadata(self) -> dict[str, str]:
-        return self._replica.metadata()
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._replica.stats()
-
-    def check_health(self) -> None:
-        self._replica.check_health()
-
-    async def lease(self, session_id: str) -> AsyncIterator[dict[str, str]]:
-        """One item, then nothing for as long as the session is here."""
-        async for granted in self._replica.lease(session_id):
-            yield granted
-
-    async def __del__(self) -> None:
-        await self._replica.stop()

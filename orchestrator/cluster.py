@@ -84,6 +84,7 @@ def deployed(
         stack.callback(_shut_down_application, file, whole_serve=address is None)
         _deploy(file)
         replicas = _await_running(file, start_timeout_s, on_progress)
+        stack.callback(on_progress, "Stopping")
         yield Deployed(f"{LOOPBACK}:{file.grpc_options.port}", replicas)
 
 
@@ -204,7 +205,7 @@ def _refuse_taken_ports(file: ServeFile) -> None:
             except OSError as error:
                 raise StartupFailed(
                     f"Port {port} on {LOOPBACK} is taken ({error.strerror}): is Paceline running already? Stop it, or "
-                    f"choose another {option}."
+                    f"choose another {option} or --port."
                 ) from error
 
 

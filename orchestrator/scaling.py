@@ -21,7 +21,8 @@ The rules, and why:
   not tried again for `forget_after_s`; every such try costs a stall for as long as a drafter takes to start.
 - A raise must pay. If it took off the stall less than a quarter of what it could have, it is not drafters that are
   missing: a draft that takes longer than a target's step stalls with any number of them. The raise is taken back and
-  that stall accepted for `forget_after_s`. Without this rule such a pool climbs to its maximum and stays there.
+  that stall accepted for `forget_after_s`, or until it goes away by itself. Without this rule such a pool climbs to its
+  maximum and stays there.
 - Up after `raise_delay_s`, from zero at once; down to the most that was needed within the last `hold_s`. So no raise
   is followed by a cut within the hold: by default at most one change of direction in ten minutes, whatever the load.
 - A pool goes to zero only if nobody has held or awaited a place in it for the whole hold. Serve starts a replica as
@@ -44,7 +45,11 @@ from typing import Any, Protocol, TypeVar
 
 _ROUNDING = 1e-9  # a load of 2.0000000001 replicas is two
 _PAYS_SHARE = 0.25  # of what a raise could have taken off the stall
-_MIN_GROWTH = 1.02  # of drafters for the load; below it a raise cannot be told from a change of load
+_TELLING_STALL = (
+    0.9  # beyond it drafts come too late to be waited for, and the stall no longer tells how many are missing
+)
+_SAME_LOAD = 1.25  # a load of up to so many times as much can be compared
+_MIN_GROWTH = 1.02  # of the drafters for the load, to tell anything
 _FAILED_MARGIN = 1.1  # a count that stalled is tried again at 1 / 1.1 of that load
 _MAY_BE_ZERO = frozenset(
     {"max_lower", "judge_interval_s", "settle_s", "raise_delay_s"}
@@ -69,7 +74,9 @@ class ScalingRules:
     max_raise: float = 0.25  # of the drafters for a load, at one judgement
     max_lower: float = 0.10  # of the drafters, at one cut that no fall of the load explains
     judge_interval_s: float = 10.0
-    settle_s: float = 20.0  # no less than Serve's look-back period
+    settle_s: float = (
+        30.0  # until the stall tells of now: Serve's look-back, the orchestrators' own, and a report's way
+    )
     raise_delay_s: float = 10.0  # for how long more must be needed before more is ordered
     target_hold_s: float = 600.0  # for how long a count is kept after it was last needed
     drafter_hold_s: float = 600.0
@@ -151,11 +158,10 @@ class RatioMemory:
     kept_ratio: float  # at which it is kept; below `ratio` while drafters seem spare
     judge_at_s: float  # earliest next judgement
     judged_count: int  # drafters that it will be about
-    raised_from_ratio: float | None = None  # drafters for the load before the last raise, until that has paid
-    raised_from_stall: float = 0.0
     failed_count: int = 0  # drafters that stalled
     failed_load: float = 0.0  # full targets they drafted for; 0: none stalled
     failed_at_s: float = 0.0
+    raised_from_stall: float | None = None  # theirs, until the raise that followed has been judged
     accepted_stall: float = 0.0  # that more drafters did not take away
     accepted_at_s: float = 0.0
 
@@ -167,11 +173,11 @@ class RatioMemory:
     def from_numbers(cls, numbers: Mapping[str, object]) -> RatioMemory | None:
         """None if nothing of the kind is among them."""
         values: dict[str, Any] = {each.name: _number(numbers.get(each.name)) for each in fields(cls)}
-        raised_from_ratio = values.pop("raised_from_ratio")
+        raised_from_stall = values.pop("raised_from_stall")
         if None in values.values():
             return None
         counts = {name: int(values[name]) for name in ("judged_count", "failed_count")}
-        return cls(**values | counts | {"raised_from_ratio": raised_from_ratio})
+        return cls(**values | counts | {"raised_from_stall": raised_from_stall})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,13 +317,13 @@ def _judge(
         return replace(memory, judge_at_s=now_s + rules.settle_s, judged_count=pool.running)
     if now_s < memory.judge_at_s or stall is None or load <= 0 or pool.running == 0:
         return memory
-    memory = replace(_forget(memory, now_s, rules), judge_at_s=now_s + rules.judge_interval_s)
+    memory = replace(_forget(memory, stall, now_s, rules), judge_at_s=now_s + rules.judge_interval_s)
     excess = stall - memory.accepted_stall
     if excess > rules.stall_target:
-        if not _raise_paid(pool.running / load, stall, memory):
+        if not _raise_paid(pool.running, load, stall, memory, rules):
             return _take_back(stall, memory, now_s)
         return _raise(pool, load, stall, memory, now_s, rules)
-    memory = replace(memory, raised_from_ratio=None)
+    memory = replace(memory, raised_from_stall=None)
     return _spare(pool, load, memory, rules) if excess < rules.stall_target / 2 else memory
 
 
@@ -335,35 +341,35 @@ def _raise(
         memory,
         ratio=ratio,
         kept_ratio=ratio,
-        raised_from_ratio=now_ratio if grows else None,
-        raised_from_stall=stall,
         failed_count=pool.running,
         failed_load=load,
         failed_at_s=now_s,
+        raised_from_stall=stall if grows else None,
     )
 
 
-def _raise_paid(now_ratio: float, stall: float, memory: RatioMemory) -> bool:
-    """Whether the last raise did what it was for. True also where that cannot be told."""
-    if memory.raised_from_ratio is None:
-        return True
-    growth = now_ratio / memory.raised_from_ratio
-    if growth < _MIN_GROWTH:
-        return True
+def _raise_paid(count: int, load: float, stall: float, memory: RatioMemory, rules: ScalingRules) -> bool:
+    """Whether the last raise did what it was for. True also where that cannot be told, as something else has changed."""
     before = memory.raised_from_stall
-    possible = max(memory.accepted_stall, 1 - (1 - before) * growth)
-    return before - stall >= _PAYS_SHARE * (before - possible)
+    if before is None or not memory.failed_load / _SAME_LOAD <= load <= memory.failed_load * _SAME_LOAD:
+        return True
+    growth = (count / load) / (memory.failed_count / memory.failed_load)
+    if growth < _MIN_GROWTH or stall > before + rules.stall_target:
+        return True
+    working = 1 - min(before, _TELLING_STALL)
+    possible = min(working * (growth - 1), 1 - memory.accepted_stall - working)
+    return before - stall >= _PAYS_SHARE * possible
 
 
 def _take_back(stall: float, memory: RatioMemory, now_s: float) -> RatioMemory:
     """The ratio before the last raise, with the stall accepted."""
-    assert memory.raised_from_ratio is not None
+    ratio = memory.failed_count / memory.failed_load
     return replace(
         memory,
-        ratio=memory.raised_from_ratio,
-        kept_ratio=memory.raised_from_ratio,
-        raised_from_ratio=None,
+        ratio=ratio,
+        kept_ratio=ratio,
         failed_load=0.0,
+        raised_from_stall=None,
         accepted_stall=stall,
         accepted_at_s=now_s,
     )
@@ -379,10 +385,12 @@ def _spare(pool: PoolView, load: float, memory: RatioMemory, rules: ScalingRules
     return replace(memory, kept_ratio=min(memory.kept_ratio, max(fewer, failed, 1.0) / load))
 
 
-def _forget(memory: RatioMemory, now_s: float, rules: ScalingRules) -> RatioMemory:
+def _forget(memory: RatioMemory, stall: float, now_s: float, rules: ScalingRules) -> RatioMemory:
+    """Without what is too old to go by, and without an accepted stall that has gone away by itself."""
     if now_s - memory.failed_at_s >= rules.forget_after_s:
         memory = replace(memory, failed_load=0.0)
-    if now_s - memory.accepted_at_s >= rules.forget_after_s:
+    has_gone = stall < max(memory.accepted_stall - 2 * rules.stall_target, memory.accepted_stall / 2)
+    if has_gone or now_s - memory.accepted_at_s >= rules.forget_after_s:
         memory = replace(memory, accepted_stall=0.0)
     return memory
 

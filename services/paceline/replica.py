@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import structlog
@@ -190,6 +191,31 @@ class ModelReplica:
         self._leaving.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the service failed", pool=self._pool, exc_info=error)
+
+
+class ReplicaDeployment:
+    """What a control plane calls on a model service, by the names that Ray Serve gives these calls."""
+
+    _replica: ModelReplica
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        return self._replica.metadata()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._replica.stats()
+
+    def check_health(self) -> None:
+        self._replica.check_health()
+
+    async def lease(self, session_id: str) -> AsyncGenerator[dict[str, str], None]:
+        async with aclosing(self._replica.lease(session_id)) as granted:
+            async for item in granted:
+                yield item
+
+    async def __del__(self) -> None:
+        # Nothing is there to stop if the start failed.
+        if hasattr(self, "_replica"):
+            await self._replica.stop()
 
 
 def _ending(task: asyncio.Future[None]) -> str:

@@ -78,7 +78,8 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
     # A restarted replica is found again within a second, not after the default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name, how long one attempt to connect may take; a refused one ends at once.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _SERVER_OPTIONS: list[tuple[str, int]] = [

@@ -113,7 +113,7 @@ async def test_sessions_scale_the_targets_and_nothing_else(endpoint: str) -> Non
     await until_counts(endpoint, (1, 1), never=(1, 1))
     async with steady_sessions(endpoint, 10, draft_length=1) as completions:
         await until_counts(endpoint, (2, 1), never=(2, 1))
-    async with steady_sessions(endpoint, 2, draft_length=1) as fewer:
+    async with steady_sessions(endpoint, 4, draft_length=1) as fewer:
         # The load falls, but does not end: open sessions have to leave the target that goes.
         await until_counts(endpoint, (1, 1), never=(2, 1))
     assert all(len(texts) == 1 for texts in by_seed([*completions, *fewer]).values())
