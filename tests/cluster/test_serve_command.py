@@ -1,0 +1,192 @@
+"""`paceline serve` as a person runs it: it starts, answers, stops, and leaves nothing behind, however it ends.
+
+Real processes on a Ray of their own; what is left is looked for by the process tree, the ports and Ray's sessions.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from orchestrator.config import ServeFile
+from paceline.client import GenerationRequest, StopConditions, complete
+from tests.cluster.applications import tiny_application
+
+START_LIMIT_S, STOP_LIMIT_S = 180.0, 60.0
+
+
+@pytest.fixture
+def file(tiny_model: Path, tmp_path: Path) -> Path:
+    """One target, one drafter, one orchestrator on one node, without labels."""
+    one = {"replicas": {"min": 1, "max": 1}, "num_gpus": 0, "labels": {}}
+    application = tiny_application(tiny_model, target=one, drafter=one)
+    return written(application, tmp_path)
+
+
+def written(application: ServeFile, folder: Path) -> Path:
+    path = folder / "paceline.yaml"
+    path.write_text(yaml.safe_dump(application.model_dump(exclude_none=True)))
+    return path
+
+
+class Serving:
+    """`paceline serve` in a process of its own, with every process it ever started."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.endpoint = ""
+        self._lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.family: dict[int, psutil.Process] = {}
+        self._is_watched = True
+        self._threads = [threading.Thread(target=task, daemon=True) for task in (self._watch, self._read, self._log)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self) -> str:
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while not self.endpoint:
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline_s, self.log
+            time.sleep(0.1)
+        return self.endpoint
+
+    def wait_family(self, size: int) -> None:
+        """Until so many processes have been started: somewhere in the middle of the start."""
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while len(self.family) < size:
+            assert time.monotonic() < deadline_s, self.log
+            time.sleep(0.05)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def wait(self) -> int:
+        status = self.process.wait(STOP_LIMIT_S)
+        self._is_watched = False
+        return status
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self._lines)
+
+    def survivors(self) -> list[str]:
+        """What of the family still runs, once it has had time to end."""
+        deadline_s = time.monotonic() + 15
+        while True:
+            alive = [process for process in self.family.values() if _is_alive(process)]
+            if not alive or time.monotonic() > deadline_s:
+                return [" ".join(process.cmdline())[:120] for process in alive]
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        for process in self.family.values():
+            with suppress(psutil.Error):
+                process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _watch(self) -> None:
+        own = psutil.Process(self.process.pid)
+        while self._is_watched:
+            with suppress(psutil.Error):
+                for process in own.children(recursive=True):
+                    self.family.setdefault(process.pid, process)
+            time.sleep(0.05)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.endpoint = self.process.stdout.readline().strip()
+
+    def _log(self) -> None:
+        assert self.process.stderr is not None
+        self._lines.extend(line.rstrip() for line in self.process.stderr)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def serving() -> Iterator[list[Serving]]:
+    started: list[Serving] = []
+    yield started
+    for each in started:
+        each.kill()
+
+
+@pytest.mark.timeout(300)
+def test_it_answers_and_ctrl_c_leaves_nothing_behind(file: Path, serving: list[Serving]) -> None:
+    """It answers; a second one on its port says so; after Ctrl-C no process is left, and the port is free again."""
+    first = Serving("--config", str(file))
+    serving.append(first)
+    endpoint = first.wait_ready()
+    request = GenerationRequest(token_ids=(1, 2, 3), seed=1, stopping=StopConditions(max_tokens=8, ignore_eos=True))
+    assert len(complete(endpoint, request).token_ids) == 8
+
+    second = Serving("--config", str(file))
+    serving.append(second)
+    assert second.wait() == 1
+    assert endpoint.rpartition(":")[2] in second.log
+    assert "taken" in second.log
+    assert "Traceback" not in second.log
+    assert second.survivors() == []
+
+    first.interrupt()
+    assert first.wait() == 130
+    assert first.survivors() == []
+    assert not is_listening(endpoint)
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_in_the_middle_of_the_start_leaves_nothing_behind(file: Path, serving: list[Serving]) -> None:
+    """Interrupted while replicas load their models."""
+    starting = Serving("--config", str(file))
+    serving.append(starting)
+    starting.wait_family(8)
+    starting.interrupt()
+    assert starting.wait() == 130
+    assert "Traceback" not in starting.log
+    assert starting.survivors() == []
+
+
+@pytest.mark.timeout(300)
+def test_a_failed_start_is_a_sentence_and_leaves_nothing_behind(
+    tiny_model: Path, tmp_path: Path, serving: list[Serving]
+) -> None:
+    """A model that is not there: the replica's own sentence reaches the person."""
+    one = {"replicas": {"min": 1, "max": 1}, "num_gpus": 0, "labels": {}}
+    missing = tmp_path / "no-such-model"
+    failing = Serving("--config", str(written(tiny_application(missing, target=one, drafter=one), tmp_path)))
+    serving.append(failing)
+    assert failing.wait() == 1
+    assert "no-such-model" in failing.log
+    assert "Traceback" not in failing.log
+    assert failing.survivors() == []
+
+
+def is_listening(endpoint: str) -> bool:
+    port = int(endpoint.rpartition(":")[2])
+    return any(
+        connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+        for connection in psutil.net_connections("tcp")
+    )
