@@ -17,6 +17,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve import metrics
 from ray.serve._private.common import ReplicaState
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
@@ -31,6 +32,7 @@ from orchestrator.ray_directory import RayDirectory
 from orchestrator.scaling import PoolPolicy
 from orchestrator.service import open_generator
 from paceline.generation import DeploymentStatus
+from paceline.metrics_bridge import bridged
 from paceline.telemetry import configure_logging
 from paceline.v1 import generation_service_pb2 as generation_pb
 from target_service.app import TargetReplica
@@ -39,6 +41,13 @@ __all__ = ["PoolPolicy", "build"]
 
 _PLACES_BEYOND_SESSIONS = 16  # for status and health calls while every session's place is taken
 _SHUTDOWN_POLL_S = 0.5
+# Under a control plane a lost target is started again: it is worth waiting for. Large models load for minutes.
+_ORCHESTRATOR_DEFAULTS = {
+    "threads": 1,
+    "connect_timeout_s": 3600.0,
+    "failover_timeout_s": 60.0,
+    "drafter_timeout_s": 1.0,
+}
 
 
 class OrchestratorReplica:
@@ -60,10 +69,12 @@ class OrchestratorReplica:
         if drafter is not None:
             board = PoolBoard(nearest_first, node_id=node_id)
             drafters = RayDirectory(drafter, "drafter", board, is_always_there=has_drafters_always)
+        registry = CollectorRegistry()
         self._resources = AsyncExitStack()
         self._generator = await self._resources.enter_async_context(
-            open_generator(settings, targets=targets, drafters=drafters, registry=CollectorRegistry())
+            open_generator(settings, targets=targets, drafters=drafters, registry=registry)
         )
+        await self._resources.enter_async_context(bridged(registry, metrics, labels={"service": "orchestrator"}))
 
     async def Generate(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GenerateRequest, grpc_context: RayServegRPCContext
@@ -135,7 +146,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     orchestrator = _deployment(OrchestratorReplica, "Orchestrator", application.orchestrator)
     # Only what it needs: Serve starts replicas afresh whose arguments have changed.
     return orchestrator.bind(
-        {"threads": 1, **application.orchestrator.service},
+        {**_ORCHESTRATOR_DEFAULTS, **application.orchestrator.service},
         target,
         drafter,
         has_drafters_always=application.drafter is not None and application.drafter.replicas.min > 0,

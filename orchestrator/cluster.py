@@ -25,7 +25,7 @@ from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from orchestrator.config import ConfigInvalid, Pool, ServeFile
-from paceline.errors import StartupFailed
+from paceline.errors import ModelMismatch, ModelUnavailable, StartupFailed
 
 SERVE_NAMESPACE = "serve"
 LOOPBACK = "127.0.0.1"
@@ -233,8 +233,9 @@ def _await_running(file: ServeFile, timeout_s: float, on_progress: Progress) -> 
             }
             if application.status == ApplicationStatus.RUNNING:
                 return running
-            if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-                raise StartupFailed(f"The application cannot start: {_reason_in(application)}")
+            hopeless = _hopeless_reason_in(application)
+            if hopeless or application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+                raise StartupFailed(f"The application cannot start: {hopeless or _reason_in(application)}")
             waiting = [deployment.lower() for deployment, count in running.items() if count == 0]
             sentence = f"Starting {' and '.join(waiting) or 'the application'}"
             if sentence != said:
@@ -244,13 +245,25 @@ def _await_running(file: ServeFile, timeout_s: float, on_progress: Progress) -> 
     raise StartupFailed(f"The application was not running within {timeout_s:g} s; is there room for its replicas?")
 
 
+def _hopeless_reason_in(application: Any) -> str:
+    """The sentence of a replica that will fail in the same way each time Serve starts it again; empty if none has."""
+    for line in _lines_of(application):
+        kind, _, sentence = line.removeprefix("paceline.errors.").partition(": ")
+        if kind in (ModelUnavailable.__name__, ModelMismatch.__name__):
+            return sentence
+    return ""
+
+
 def _reason_in(application: Any) -> str:
     """The last line that says something: Serve wraps the replica's own sentence in a traceback."""
-    messages = [status.message for status in application.deployments.values() if status.message]
-    text = "\n".join([application.message, *messages])
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = _lines_of(application)
     errors = [line for line in lines if "Error" in line or "errors." in line or "Failed" in line]
     return (errors or lines or ["Serve gave no reason."])[-1]
+
+
+def _lines_of(application: Any) -> list[str]:
+    messages = [application.message, *(status.message for status in application.deployments.values())]
+    return [line.strip() for message in messages for line in (message or "").splitlines() if line.strip()]
 
 
 def _shut_down_application(file: ServeFile, *, whole_serve: bool) -> None:

@@ -49,6 +49,7 @@ _TELLING_STALL = (
     0.9  # beyond it drafts come too late to be waited for, and the stall no longer tells how many are missing
 )
 _SAME_LOAD = 1.25  # a load of up to so many times as much can be compared
+_STILL = 0.98  # of the stall one judgement earlier: it has stopped falling
 _MIN_GROWTH = 1.02  # of the drafters for the load, to tell anything
 _FAILED_MARGIN = 1.1  # a count that stalled is tried again at 1 / 1.1 of that load
 _MAY_BE_ZERO = frozenset(
@@ -162,6 +163,7 @@ class RatioMemory:
     failed_load: float = 0.0  # full targets they drafted for; 0: none stalled
     failed_at_s: float = 0.0
     raised_from_stall: float | None = None  # theirs, until the raise that followed has been judged
+    unpaid_stall: float | None = None  # after that raise, when it last seemed not to pay
     accepted_stall: float = 0.0  # that more drafters did not take away
     accepted_at_s: float = 0.0
 
@@ -173,11 +175,10 @@ class RatioMemory:
     def from_numbers(cls, numbers: Mapping[str, object]) -> RatioMemory | None:
         """None if nothing of the kind is among them."""
         values: dict[str, Any] = {each.name: _number(numbers.get(each.name)) for each in fields(cls)}
-        raised_from_stall = values.pop("raised_from_stall")
-        if None in values.values():
+        if any(values[each.name] is None for each in fields(cls) if each.default is not None):
             return None
         counts = {name: int(values[name]) for name in ("judged_count", "failed_count")}
-        return cls(**values | counts | {"raised_from_stall": raised_from_stall})
+        return cls(**values | counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +250,7 @@ def _decide_drafters(
         return None, memory.drafter, memory.ratio
     load = drafting_load(view)
     learned = memory.ratio or _first_ratio(pool, load, view.now_s, rules)
+    learned = _note_stall(pool, view.stall, learned)
     if memory.drafter.rising_since_s is None:  # what the last judgement asked for is on order
         learned = _judge(pool, load, view.stall, learned, view.now_s, rules)
     # What any drafter carries at most, and one for whoever holds or awaits a place.
@@ -309,6 +311,16 @@ def _first_ratio(pool: PoolView, load: float, now_s: float, rules: ScalingRules)
     return RatioMemory(ratio=ratio, kept_ratio=ratio, judge_at_s=now_s + rules.settle_s, judged_count=pool.running)
 
 
+def _note_stall(pool: PoolView, stall: float | None, memory: RatioMemory) -> RatioMemory:
+    """The stall before a raise is the worst until the first of the new drafters has come.
+
+    It is averaged over a while: what a raise was decided on may have been on the rise.
+    """
+    if memory.raised_from_stall is None or stall is None or pool.running != memory.failed_count:
+        return memory
+    return replace(memory, raised_from_stall=max(memory.raised_from_stall, stall))
+
+
 def _judge(
     pool: PoolView, load: float, stall: float | None, memory: RatioMemory, now_s: float, rules: ScalingRules
 ) -> RatioMemory:
@@ -321,9 +333,9 @@ def _judge(
     excess = stall - memory.accepted_stall
     if excess > rules.stall_target:
         if not _raise_paid(pool.running, load, stall, memory, rules):
-            return _take_back(stall, memory, now_s)
+            return _doubt(stall, memory, now_s)
         return _raise(pool, load, stall, memory, now_s, rules)
-    memory = replace(memory, raised_from_stall=None)
+    memory = replace(memory, raised_from_stall=None, unpaid_stall=None)
     return _spare(pool, load, memory, rules) if excess < rules.stall_target / 2 else memory
 
 
@@ -345,6 +357,7 @@ def _raise(
         failed_load=load,
         failed_at_s=now_s,
         raised_from_stall=stall if grows else None,
+        unpaid_stall=None,
     )
 
 
@@ -361,8 +374,10 @@ def _raise_paid(count: int, load: float, stall: float, memory: RatioMemory, rule
     return before - stall >= _PAYS_SHARE * possible
 
 
-def _take_back(stall: float, memory: RatioMemory, now_s: float) -> RatioMemory:
-    """The ratio before the last raise, with the stall accepted."""
+def _doubt(stall: float, memory: RatioMemory, now_s: float) -> RatioMemory:
+    """The last raise taken back and the stall accepted, unless it is still falling: then that is worth another look."""
+    if memory.unpaid_stall is None or stall < _STILL * memory.unpaid_stall:
+        return replace(memory, unpaid_stall=stall)
     ratio = memory.failed_count / memory.failed_load
     return replace(
         memory,
@@ -370,6 +385,7 @@ def _take_back(stall: float, memory: RatioMemory, now_s: float) -> RatioMemory:
         kept_ratio=ratio,
         failed_load=0.0,
         raised_from_stall=None,
+        unpaid_stall=None,
         accepted_stall=stall,
         accepted_at_s=now_s,
     )

@@ -30,6 +30,7 @@ from paceline.v1.generation_service_pb2_grpc import add_GenerationServiceService
 
 logger = structlog.get_logger(__name__)
 
+
 def prepare(settings: OrchestratorSettings) -> Serve:
     # The orchestrator multiplies nothing: one thread keeps torch's pool from starting.
     use_threads(settings.threads or 1)
