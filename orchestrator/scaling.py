@@ -14,15 +14,16 @@ The rules, and why:
 - A stall says how many drafters are missing: with n drafters always busy and a share s of the rounds' time lost,
   n / (1 - s) would do. One judgement raises the ratio by that much, by `max_raise` at most and by one drafter at least.
 - The stall is judged only once every drafter ordered runs, and has run for `settle_s`; it would tell of the time before
-  the order otherwise, and drafters that start slowly would be ordered again and again.
+  the order otherwise, and drafters that start slowly would be ordered again and again. So nothing is learned while the
+  cluster has no room for an ordered one; what is ordered follows the load alone then.
 - Next to no stall (less than half the target) does not say how many drafters are spare. So it lowers the ratio at which
   drafters are kept, by one drafter or `max_lower`, and not the one at which more are ordered. If all stays well for the
   hold, that drafter goes and the ratio follows. A count that stalled is remembered, in proportion to its load, and is
   not tried again for `forget_after_s`; every such try costs a stall for as long as a drafter takes to start.
-- A raise must pay. If it took off the stall less than a quarter of what it could have, it is not drafters that are
-  missing: a draft that takes longer than a target's step stalls with any number of them. The raise is taken back and
+- A raise must pay. If it took off the stall less than `least_gain` of what it could have, it is not drafters that
+  are missing: a draft that takes longer than a target's step stalls with any number of them. The raise is taken back and
   that stall accepted for `forget_after_s`, or until it goes away by itself. Without this rule such a pool climbs to its
-  maximum and stays there.
+  maximum and stays there. Not judged so: a raise made while the load changed, and a stall that is still falling.
 - Up after `raise_delay_s`, from zero at once; down to the most that was needed within the last `hold_s`. So no raise
   is followed by a cut within the hold: by default at most one change of direction in ten minutes, whatever the load.
 - A pool goes to zero only if nobody has held or awaited a place in it for the whole hold. Serve starts a replica as
@@ -44,16 +45,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 _ROUNDING = 1e-9  # a load of 2.0000000001 replicas is two
-_PAYS_SHARE = 0.25  # of what a raise could have taken off the stall
-_TELLING_STALL = (
-    0.9  # beyond it drafts come too late to be waited for, and the stall no longer tells how many are missing
-)
-_SAME_LOAD = 1.25  # a load of up to so many times as much can be compared
+_TELLING_STALL = 0.9  # beyond it drafts come too late to be waited for: no telling how many drafters are missing
+_SAME_LOAD = 1.25  # a load between so many times and so much of another is about the same
 _STILL = 0.98  # of the stall one judgement earlier: it has stopped falling
 _MIN_GROWTH = 1.02  # of the drafters for the load, to tell anything
 _FAILED_MARGIN = 1.1  # a count that stalled is tried again at 1 / 1.1 of that load
 _MAY_BE_ZERO = frozenset(
-    {"max_lower", "judge_interval_s", "settle_s", "raise_delay_s"}
+    {"least_gain", "max_lower", "judge_interval_s", "settle_s", "raise_delay_s"}
     | {"target_hold_s", "drafter_hold_s", "orchestrator_hold_s"}
 )
 _NEEDED_AT = "needed_at_s."  # before the count, in a state that Serve keeps
@@ -71,8 +69,9 @@ class ScalingRules:
     queue_per_target: float = 16  # places awaited and items waiting for a step that one target may have
     stall_target: float = 0.05  # share of a round that waiting for a draft may take
     initial_ratio: float = 1.0  # drafters for a full target, until a stall has told more
-    max_ratio: float = 8.0
+    max_ratio: float = 8.0  # also bounds what a few sessions get: two drafters for a quarter of a target's
     max_raise: float = 0.25  # of the drafters for a load, at one judgement
+    least_gain: float = 0.25  # of what a raise could take off the stall, or it is taken back; 0: it never is
     max_lower: float = 0.10  # of the drafters, at one cut that no fall of the load explains
     judge_interval_s: float = 10.0
     settle_s: float = (
@@ -159,6 +158,8 @@ class RatioMemory:
     kept_ratio: float  # at which it is kept; below `ratio` while drafters seem spare
     judge_at_s: float  # earliest next judgement
     judged_count: int  # drafters that it will be about
+    steady_load: float = 0.0  # full targets, of late
+    steady_since_s: float = 0.0
     failed_count: int = 0  # drafters that stalled
     failed_load: float = 0.0  # full targets they drafted for; 0: none stalled
     failed_at_s: float = 0.0
@@ -250,7 +251,7 @@ def _decide_drafters(
         return None, memory.drafter, memory.ratio
     load = drafting_load(view)
     learned = memory.ratio or _first_ratio(pool, load, view.now_s, rules)
-    learned = _note_stall(pool, view.stall, learned)
+    learned = _note_load(load, learned, view.now_s)
     if memory.drafter.rising_since_s is None:  # what the last judgement asked for is on order
         learned = _judge(pool, load, view.stall, learned, view.now_s, rules)
     # What any drafter carries at most, and one for whoever holds or awaits a place.
@@ -308,17 +309,21 @@ def _first_ratio(pool: PoolView, load: float, now_s: float, rules: ScalingRules)
     ratio = rules.initial_ratio
     if load > 0 and pool.desired > max(pool.minimum, 1):
         ratio = min(max(ratio, (pool.desired - 0.5) / load), rules.max_ratio)
-    return RatioMemory(ratio=ratio, kept_ratio=ratio, judge_at_s=now_s + rules.settle_s, judged_count=pool.running)
+    return RatioMemory(
+        ratio=ratio,
+        kept_ratio=ratio,
+        judge_at_s=now_s + rules.settle_s,
+        judged_count=pool.running,
+        steady_load=load,
+        steady_since_s=now_s,
+    )
 
 
-def _note_stall(pool: PoolView, stall: float | None, memory: RatioMemory) -> RatioMemory:
-    """The stall before a raise is the worst until the first of the new drafters has come.
-
-    It is averaged over a while: what a raise was decided on may have been on the rise.
-    """
-    if memory.raised_from_stall is None or stall is None or pool.running != memory.failed_count:
+def _note_load(load: float, memory: RatioMemory, now_s: float) -> RatioMemory:
+    """Since when the load has been about the same."""
+    if memory.steady_load / _SAME_LOAD <= load <= memory.steady_load * _SAME_LOAD:
         return memory
-    return replace(memory, raised_from_stall=max(memory.raised_from_stall, stall))
+    return replace(memory, steady_load=load, steady_since_s=now_s)
 
 
 def _judge(
@@ -348,6 +353,8 @@ def _raise(
     missing = (1 - memory.accepted_stall - rules.stall_target / 2) / max(1 - stall, _ROUNDING)
     raised = min(max(memory.ratio, now_ratio) * min(missing, 1 + rules.max_raise), rules.max_ratio)
     ratio = max(memory.ratio, raised)
+    # A stall that may still be on its way to what the load makes of it is nothing to compare with.
+    has_settled = now_s - memory.steady_since_s >= rules.settle_s
     grows = pool.running < pool.maximum and ratio > now_ratio
     return replace(
         memory,
@@ -356,7 +363,7 @@ def _raise(
         failed_count=pool.running,
         failed_load=load,
         failed_at_s=now_s,
-        raised_from_stall=stall if grows else None,
+        raised_from_stall=stall if grows and has_settled else None,
         unpaid_stall=None,
     )
 
@@ -364,14 +371,14 @@ def _raise(
 def _raise_paid(count: int, load: float, stall: float, memory: RatioMemory, rules: ScalingRules) -> bool:
     """Whether the last raise did what it was for. True also where that cannot be told, as something else has changed."""
     before = memory.raised_from_stall
-    if before is None or not memory.failed_load / _SAME_LOAD <= load <= memory.failed_load * _SAME_LOAD:
+    if before is None or memory.failed_load == 0 or rules.least_gain == 0:
         return True
     growth = (count / load) / (memory.failed_count / memory.failed_load)
     if growth < _MIN_GROWTH or stall > before + rules.stall_target:
         return True
     working = 1 - min(before, _TELLING_STALL)
     possible = min(working * (growth - 1), 1 - memory.accepted_stall - working)
-    return before - stall >= _PAYS_SHARE * possible
+    return before - stall >= rules.least_gain * possible
 
 
 def _doubt(stall: float, memory: RatioMemory, now_s: float) -> RatioMemory:

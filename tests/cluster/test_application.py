@@ -9,12 +9,14 @@ import asyncio
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from benchmarks.chaos import run_chaos
@@ -219,6 +221,36 @@ def orchestrator_process() -> int:
     running = [actor for actor in actors if actor["State"] == "ALIVE" and "Orchestrator" in actor["Name"]]
     assert len(running) == 1
     return int(running[0]["Pid"])
+
+
+async def test_ray_exports_what_every_replica_counts(client: GenerationClient) -> None:
+    """Each node those of its replicas, told apart though they share it; under Ray's prefix, with the service's name."""
+    await client.complete(request_of(0))
+
+    async def are_exported() -> bool:
+        replicas = await asyncio.to_thread(exporting_replicas)
+        return (
+            len(replicas.get(("ray_paceline_max_sessions", "target"), ())) >= 2
+            and len(replicas.get(("ray_paceline_step_seconds_bucket", "drafter"), ())) >= 2
+            and len(replicas.get(("ray_paceline_spec_decode_num_drafts_total", "orchestrator"), ())) >= 1
+        )
+
+    await until(are_exported, "metrics of all services")
+
+
+def exporting_replicas() -> dict[tuple[str, str], set[str]]:
+    """By name of a series and service: the replicas that have it, over all nodes."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.urlopen(address, timeout=10) as reply:
+            text = reply.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if "service" in sample.labels:
+                    key = (sample.name, sample.labels["service"])
+                    found.setdefault(key, set()).add(sample.labels["replica"])
+    return found
 
 
 @pytest.mark.timeout(400)

@@ -31,7 +31,8 @@ POLICY = {
     "raise_delay_s": 1,
     "target_hold_s": 8,
     "drafter_hold_s": 8,
-    "max_raise": 1.0,
+    "max_raise": 2.0,
+    "least_gain": 0,  # the machine itself may be what is missing
 }
 AT_ONCE = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 11}
 
