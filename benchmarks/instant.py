@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafter_service.service import serve_drafter
 from drafter_service.methods.draft_model import DraftModelMethod
+from drafter_service.service import serve_drafter
 from paceline.engine.model import Extension
 from paceline.model_service import use_threads
 from paceline.process import Lifetime, run_service

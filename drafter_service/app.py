@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import ray
+from ray.serve import metrics
 
 from drafter_service.service import prepare
 from paceline.replica import ModelReplica, ReplicaDeployment
@@ -20,4 +21,5 @@ class DrafterReplica(ReplicaDeployment):
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         checked = DrafterSettings(**settings, host=host)
         configure_logging(checked.log_level, service="drafter")
-        self._replica = await ModelReplica.start(await asyncio.to_thread(prepare, checked), pool="drafter")
+        service = await asyncio.to_thread(prepare, checked)
+        self._replica = await ModelReplica.start(service, pool="drafter", metrics=metrics)

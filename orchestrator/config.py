@@ -8,13 +8,15 @@ Knows nothing of Ray.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 
+from orchestrator.scaling import ScalingRules
 from paceline.errors import PacelineError
 from paceline.settings import DrafterSettings, OrchestratorSettings, ServiceSettings, TargetSettings
 
@@ -168,7 +170,17 @@ class ScalingPolicy(_Section):
     """One policy for the pools together, instead of one for each deployment."""
 
     policy_function: Literal["orchestrator.app:PoolPolicy"]
-    policy_kwargs: dict[str, float] = Field(default_factory=dict)
+    policy_kwargs: dict[str, float] = Field(default_factory=dict)  # fields of `scaling.ScalingRules`
+
+    @field_validator("policy_kwargs")
+    @classmethod
+    def _rules_are_valid(cls, value: dict[str, float]) -> dict[str, float]:
+        names = [rule.name for rule in fields(ScalingRules)]
+        for name in value:
+            if name not in names:
+                raise ValueError(_unknown(name, names))
+        ScalingRules(**value)
+        return value
 
 
 class ServeApplication(_Section):
@@ -239,9 +251,12 @@ def sentences(error: ValidationError, model: type[BaseModel]) -> Iterator[str]:
         if problem["type"] != "extra_forbidden":
             yield f"{place}: {problem['msg'].removeprefix('Value error, ')}" if place else problem["msg"]
             continue
-        names = _fields_at(model, location[:-1])
-        nearest = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.0)
-        yield f"{place} is not known here" + (f"; did you mean {nearest[0]}?" if nearest else "")
+        yield _unknown(place, _fields_at(model, location[:-1]))
+
+
+def _unknown(place: str, names: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(place.rpartition(".")[2], names, n=1, cutoff=0.0)
+    return f"{place} is not known here" + (f"; did you mean {nearest[0]}?" if nearest else "")
 
 
 def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

@@ -59,6 +59,9 @@ class TargetSeats(Protocol):
     """Where seats come from (`target_pool.TargetPool`)."""
 
     @property
+    def is_connected(self) -> bool: ...
+
+    @property
     def has_room(self) -> bool: ...
 
     async def seat(self, session_id: str, session: PeerSession, *, tokens: int) -> Seat[TargetClient]: ...
@@ -165,7 +168,7 @@ class RemoteTarget:
     # ---- seats
 
     async def _take_seat(self, prefix: TokenPrefix, trouble: _Trouble) -> Seat[TargetClient]:
-        """The seat, or a new one; raises `TargetUnavailable` if there is none in time."""
+        """The seat, or a new one; raises `TargetUnavailable` or `QueueFull` if there is none in time."""
         if self._seat is not None:
             return self._seat
         started_s = time.monotonic()
@@ -176,10 +179,7 @@ class RemoteTarget:
             async with asyncio.timeout(remaining_s):
                 seat = await self._connected_seat(prefix)
         except TimeoutError:
-            raise TargetUnavailable(
-                f"No target was there to go on with the answer within {self._limits.timeout_s:g} s; "
-                "ask again in a moment."
-            ) from None
+            raise self._seatless_error() from None
         finally:
             trouble.seatless_s += time.monotonic() - started_s
         if seat.replica.replica_id in trouble.late_replica_ids:
@@ -192,6 +192,12 @@ class RemoteTarget:
             logger.info("session moved", session_id=self._spec.session_id, why=self._left_because)
             self._left_because = ""
         return seat
+
+    def _seatless_error(self) -> PacelineError:
+        limit = f"within {self._limits.timeout_s:g} s; ask again in a moment."
+        if not self._has_verdict and self._seats.is_connected and not self._seats.has_room:
+            return QueueFull(f"Every target is full, and none had room {limit}")
+        return TargetUnavailable(f"No target was there to go on with the answer {limit}")
 
     async def _connected_seat(self, prefix: TokenPrefix) -> Seat[TargetClient]:
         while True:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import ray
+from ray.serve import metrics
 
 from paceline.replica import ModelReplica, ReplicaDeployment
 from paceline.settings import TargetSettings
@@ -20,4 +21,5 @@ class TargetReplica(ReplicaDeployment):
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         checked = TargetSettings(**settings, host=host)
         configure_logging(checked.log_level, service="target")
-        self._replica = await ModelReplica.start(await asyncio.to_thread(prepare, checked), pool="target")
+        service = await asyncio.to_thread(prepare, checked)
+        self._replica = await ModelReplica.start(service, pool="target", metrics=metrics)

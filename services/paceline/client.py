@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -100,6 +100,8 @@ __all__ = [
     "VerificationRule",
     "complete",
 ]
+
+ReplyT = TypeVar("ReplyT")
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_RESUMPTIONS = 8
@@ -190,23 +192,21 @@ class GenerationClient:
         return builder.build()
 
     async def server_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServerInfo:
-        try:
-            response = await self._stub().GetServerInfo(
-                generation_pb.GetServerInfoRequest(), timeout=timeout_s, metadata=(APPLICATION_METADATA,)
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._explain(error, timeout_s=timeout_s) from error
-        return server_info_from_proto(response)
+        request = generation_pb.GetServerInfoRequest()
+        return server_info_from_proto(await self._ask(self._stub().GetServerInfo, request, timeout_s=timeout_s))
 
     async def pool_status(self, *, timeout_s: float = INFO_TIMEOUT_S) -> DeploymentStatus:
         """The pools as one orchestrator sees them, and how busy it is; behind an endpoint there may be several."""
+        request = generation_pb.GetPoolStatusRequest()
+        return deployment_status_from_proto(await self._ask(self._stub().GetPoolStatus, request, timeout_s=timeout_s))
+
+    async def _ask(self, method: Callable[..., Awaitable[ReplyT]], request: Message, *, timeout_s: float) -> ReplyT:
+        """The one reply to a question about the server."""
         try:
-            response = await self._stub().GetPoolStatus(
-                generation_pb.GetPoolStatusRequest(), timeout=timeout_s, metadata=(APPLICATION_METADATA,)
-            )
+            return await method(request, timeout=timeout_s, metadata=(APPLICATION_METADATA,))
         except grpc.aio.AioRpcError as error:
-            raise self._explain(error, timeout_s=timeout_s) from error
-        return deployment_status_from_proto(response)
+            late = f"No reply from {self.endpoint} within {timeout_s:g} s; allow more time, or see how busy it is."
+            raise self._explain(error, late=late) from error
 
     async def _call(self, answer: _Answer) -> AsyncGenerator[Event]:
         """The events of one call that the caller has not seen. Raises `_Interrupted` where another call may help."""
@@ -228,7 +228,8 @@ class GenerationClient:
         except grpc.aio.AioRpcError as error:
             if answer.is_finished:
                 return  # the answer is whole, whatever became of the connection then
-            failure = self._explain(error, timeout_s=answer.timeout_s, in_mid_answer=answer.has_started)
+            late = f"No whole answer within {answer.timeout_s:g} s; allow more time or ask for fewer tokens."
+            failure = self._explain(error, late=late, in_mid_answer=answer.has_started)
             if _may_be_resumed(error, failure, answer, has_begun=has_begun):
                 raise _Interrupted(failure) from error
             raise failure from error
@@ -267,7 +268,8 @@ class GenerationClient:
         assert self._channel is not None, "use the client within `async with`"
         return GenerationServiceStub(self._channel)
 
-    def _explain(self, error: grpc.aio.AioRpcError, *, timeout_s: float, in_mid_answer: bool = False) -> PacelineError:
+    def _explain(self, error: grpc.aio.AioRpcError, *, late: str, in_mid_answer: bool = False) -> PacelineError:
+        """The error in our words; `late` are those for a deadline that has passed."""
         reported = reported_error(error)
         if reported is not None:
             return reported
@@ -275,11 +277,11 @@ class GenerationClient:
             case grpc.StatusCode.UNAVAILABLE if in_mid_answer:
                 return ServerUnavailable(f"The server at {self.endpoint} went away in mid-answer; ask again.")
             case grpc.StatusCode.UNAVAILABLE:
-                return ServerUnavailable(f"Nothing answers at {self.endpoint}; start it with `paceline up`.")
-            case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return DeadlineExceeded(
-                    f"No whole answer within {timeout_s:g} s; allow more time or ask for fewer tokens."
+                return ServerUnavailable(
+                    f"Nothing answers at {self.endpoint}; start it with `paceline up` or `paceline serve`."
                 )
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return DeadlineExceeded(late)
             case grpc.StatusCode.UNIMPLEMENTED:
                 return ServerUnavailable(f"What answers at {self.endpoint} is not a Paceline orchestrator.")
             case grpc.StatusCode.CANCELLED:

@@ -73,8 +73,8 @@ class ModelService(Generic[CommandT, EventT]):
         self._thread = ModelThread[CommandT, EventT](
             worker, on_events=self._on_events, on_failure=self._on_failure, name=f"{kind}-model"
         )
-        self._registry = CollectorRegistry()
-        metrics = ServiceMetrics(self._registry)
+        self.registry = CollectorRegistry()
+        metrics = ServiceMetrics(self.registry)
         metrics.follow(self.load)
         self._servicer = make_servicer(self._thread.submit, self.load, metrics)
         self._lifetime: Lifetime | None = None
@@ -83,7 +83,7 @@ class ModelService(Generic[CommandT, EventT]):
     async def __call__(self, lifetime: Lifetime) -> None:
         """Serve until asked to stop; then drain, end the streams and the thread. Raises if the model thread broke."""
         self._lifetime, settings = lifetime, self._settings
-        serve_metrics(self._registry, host=settings.host, port=settings.metrics_port)
+        serve_metrics(self.registry, host=settings.host, port=settings.metrics_port)
         server = Server(host=settings.host, port=settings.port)
         self._register(self._servicer, server.registrar)
         await server.start(self._service_name)
@@ -145,10 +145,11 @@ class ModelService(Generic[CommandT, EventT]):
 def session_table(
     settings: ModelServiceSettings, info: ModelInfo, *, kv_tokens_of: Callable[[StateT], int]
 ) -> SessionTable[StateT]:
-    """The table for the sessions of a model service, as large as its settings say."""
+    """The table for the sessions of a model service, as large as its settings say; without a model: any tokens."""
+    kv_capacity_tokens = settings.kv_budget_tokens or settings.max_sessions * info.max_context
     return SessionTable(
         max_sessions=settings.max_sessions,
         idle_ttl_s=settings.session_idle_ttl_s,
         kv_tokens_of=kv_tokens_of,
-        kv_capacity_tokens=settings.kv_budget_tokens or settings.max_sessions * info.max_context,
+        kv_capacity_tokens=kv_capacity_tokens if info.has_model else 0,
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any, Protocol
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from paceline.errors import Draining, PacelineError, StartupFailed
+from paceline.metrics_bridge import MetricsSystem, bridged
 from paceline.process import Lifetime
 from paceline.types import ModelInfo
 
@@ -45,6 +47,9 @@ class Service(Protocol):
     def info(self) -> ModelInfo: ...
 
     @property
+    def registry(self) -> CollectorRegistry: ...
+
+    @property
     def drain_s(self) -> float: ...
 
     @property
@@ -67,6 +72,7 @@ class ModelReplica:
         service: Service,
         *,
         pool: str,
+        metrics: MetricsSystem | None,
         advertised_host: str | None,
         step_limit_s: float,
         stop_margin_s: float,
@@ -77,7 +83,7 @@ class ModelReplica:
         self._step_limit_s, self._stop_limit_s = step_limit_s, service.drain_s + stop_margin_s
         self._leaving = asyncio.Event()
         self._lifetime = Lifetime()
-        self._task = asyncio.ensure_future(service(self._lifetime))
+        self._task = asyncio.ensure_future(self._serve(metrics))
         self._task.add_done_callback(self._on_end)
 
     @classmethod
@@ -86,6 +92,7 @@ class ModelReplica:
         service: Service,
         *,
         pool: str,
+        metrics: MetricsSystem | None = None,
         advertised_host: str | None = None,
         start_limit_s: float = 60.0,
         step_limit_s: float = 300.0,
@@ -93,12 +100,18 @@ class ModelReplica:
     ) -> ModelReplica:
         """Run a prepared service on this event loop and wait until it serves.
 
+        While it runs its metrics are copied to `metrics`, if given, with the pool's name as the label `service`.
         `advertised_host` is the host that others reach it by, if that is not the one it listens on (0.0.0.0). A model
         step longer than `step_limit_s` counts as a hang; `stop` takes the service's own time to drain and at most
         `stop_margin_s` more. Raises `StartupFailed` if the service ends instead, or is not ready in time.
         """
         replica = cls(
-            service, pool=pool, advertised_host=advertised_host, step_limit_s=step_limit_s, stop_margin_s=stop_margin_s
+            service,
+            pool=pool,
+            metrics=metrics,
+            advertised_host=advertised_host,
+            step_limit_s=step_limit_s,
+            stop_margin_s=stop_margin_s,
         )
         try:
             await replica._until_ready(start_limit_s)
@@ -176,6 +189,12 @@ class ModelReplica:
             logger.error("the service did not end in time and is cut off", pool=self._pool)
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=_CUT_OFF_LIMIT_S)
+
+    async def _serve(self, metrics: MetricsSystem | None) -> None:
+        service = self._service
+        exported = bridged(service.registry, metrics, labels={"service": self._pool}) if metrics else nullcontext()
+        async with exported:
+            await service(self._lifetime)
 
     async def _until_ready(self, limit_s: float) -> None:
         waited_for: set[asyncio.Future[Any]] = {self._task, self._lifetime.address}

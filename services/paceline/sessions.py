@@ -7,7 +7,6 @@ figures may be read from any other. Knows nothing of how items travel.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,8 +69,8 @@ class SessionTable(Generic[StateT]):
     `kv_used_tokens` is the sum of their `kv_tokens`.
 
     `kv_tokens_of` says how many tokens' keys and values a session holds, or will once it has fed what it was opened
-    with. New sessions are taken while all together fit into `kv_capacity_tokens`. A session that is held is never
-    refused or cut off for want of room: it may grow beyond, and be opened again.
+    with. New sessions are taken while all together fit into `kv_capacity_tokens` (0: any number does). A session that
+    is held is never refused or cut off for want of room: it may grow beyond, and be opened again.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class SessionTable(Generic[StateT]):
         max_sessions: int,
         idle_ttl_s: float,
         kv_tokens_of: Callable[[StateT], int] = lambda _: 0,
-        kv_capacity_tokens: int = sys.maxsize,
+        kv_capacity_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sessions: dict[str, Held[StateT]] = {}  # most recently used last
@@ -194,7 +193,7 @@ class SessionTable(Generic[StateT]):
 
     def _require_room(self, kv_tokens: int) -> None:
         free_tokens = max(0, self.kv_capacity_tokens - self.kv_used_tokens)
-        if kv_tokens > free_tokens:
+        if self.kv_capacity_tokens and kv_tokens > free_tokens:
             raise QueueFull(
                 f"The session's {kv_tokens} tokens do not fit into the {free_tokens} that are free of this replica's "
                 f"{self.kv_capacity_tokens}; try again in a moment or elsewhere, or raise --kv-budget-tokens."

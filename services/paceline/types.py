@@ -237,7 +237,7 @@ class ModelInfo:
     """Who a model service is; compared when drafter and target are paired."""
 
     model_id: str
-    vocab_size: int
+    vocab_size: int  # 0: a drafting method without a model, for ids of any vocabulary
     max_context: int  # tokens
     tokenizer_sha256: str  # of the id-to-string map; empty: works on any token ids
     incarnation: str  # new at every start of the process
@@ -245,6 +245,10 @@ class ModelInfo:
     dtype: str = ""
     eos_token_ids: tuple[int, ...] = ()
     emulated: bool = False  # its steps are held to a set time (`engine.emulation`): no speed seen is a measurement
+
+    @property
+    def has_model(self) -> bool:
+        return self.vocab_size > 0
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import subprocess
 import sys
 import threading
@@ -640,7 +641,8 @@ async def test_nobody_listening_is_said_with_a_remedy() -> None:
     with serving(FakeGenerationService()) as endpoint:
         pass
     async with GenerationClient(endpoint) as client:
-        with pytest.raises(ServerUnavailable, match=rf"Nothing answers at {endpoint}; start it with `paceline up`"):
+        remedy = f"Nothing answers at {endpoint}; start it with `paceline up` or `paceline serve`."
+        with pytest.raises(ServerUnavailable, match=re.escape(remedy)):
             await client.complete(REQUEST)
         with pytest.raises(ServerUnavailable):
             await client.server_info()
@@ -709,6 +711,38 @@ async def test_deadline_travels_and_ends_the_wait(client: GenerationClient, serv
         await client.complete(REQUEST, timeout_s=1.0)
     released.set()
     assert 0 < service.deadlines_s[0] < 60
+
+
+@pytest.mark.parametrize("question", ["server_info", "pool_status"])
+async def test_question_about_a_hanging_server_says_what_to_do(question: str) -> None:
+    """In other words than a late answer: there are no tokens to ask fewer of."""
+    with serving(HangingService()) as endpoint:
+        async with GenerationClient(endpoint) as client:
+            sentence = f"No reply from {endpoint} within 0.2 s; allow more time, or see how busy it is."
+            with pytest.raises(DeadlineExceeded, match=f"^{re.escape(sentence)}$"):
+                await getattr(client, question)(timeout_s=0.2)
+
+
+class HangingService(GenerationServiceServicer):
+    """Replies to no question before the caller is gone."""
+
+    def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: grpc.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        self._wait_for_the_end(context)
+        return pb.GetServerInfoResponse()
+
+    def GetPoolStatus(  # noqa: N802
+        self, request: pb.GetPoolStatusRequest, context: grpc.ServicerContext
+    ) -> pb.GetPoolStatusResponse:
+        self._wait_for_the_end(context)
+        return pb.GetPoolStatusResponse()
+
+    @staticmethod
+    def _wait_for_the_end(context: grpc.ServicerContext) -> None:
+        is_over = threading.Event()
+        if context.add_callback(is_over.set):
+            is_over.wait(30)
 
 
 async def test_leaving_the_stream_cancels_the_request(client: GenerationClient, service: FakeGenerationService) -> None:

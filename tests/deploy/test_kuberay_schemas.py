@@ -74,7 +74,7 @@ def test_pod_monitor_names_a_port_of_every_ray_pod(build: list[Manifest]) -> Non
     for monitor in [each for each in build if each["kind"] == "PodMonitor"]:
         assert monitor["spec"].keys() == {"selector", "podTargetLabels", "podMetricsEndpoints"}
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-            assert endpoint.keys() == {"port", "interval", "scrapeTimeout"}
+            assert endpoint.keys() == {"port", "interval", "scrapeTimeout", "metricRelabelings"}
             for template in ray_cluster(build).templates.values():
                 assert endpoint["port"] in {port["name"] for port in container_of(template)["ports"]}
 

@@ -63,6 +63,40 @@ def test_paceline_metrics_exist() -> None:
     assert wanted <= exported()
 
 
+def renamings() -> dict[str, list[dict[str, Any]]]:
+    """What is done to the names of metrics that Ray's nodes export, by where it is written, in Prometheus' own words."""
+    jobs = {job["job_name"]: job for job in read_yaml(FOLDER / "prometheus.yaml")["scrape_configs"]}
+    monitor = read_yaml(DEPLOY / "kuberay" / "base" / "podmonitor.yaml")
+    words = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    return {
+        "prometheus": jobs["ray"]["metric_relabel_configs"],
+        "podmonitor": [
+            {words.get(key, key): value for key, value in rule.items()} for rule in endpoint["metricRelabelings"]
+        ],
+    }
+
+
+def renamed(name: str, rules: list[dict[str, Any]]) -> str:
+    """As Prometheus applies them: an expression matches the whole name, or the rule does nothing."""
+    for rule in rules:
+        assert rule.keys() == {"source_labels", "regex", "target_label", "replacement"}
+        assert rule["source_labels"] == [rule["target_label"]] == ["__name__"]
+        if match := re.fullmatch(rule["regex"], name):
+            name = match.expand(rule["replacement"].replace("$", "\\"))
+    return name
+
+
+@pytest.mark.parametrize("where", ["prometheus", "podmonitor"])
+def test_names_are_the_same_on_ray(where: str) -> None:
+    """Ray's prefix is taken from our metrics, and from no others: one dashboard fits both worlds."""
+    rules = renamings()[where]
+    for name in exported():
+        assert renamed(f"ray_{name}", rules) == name
+    for name in (*names("ray"), "ray_node_cpu_utilization", "up"):
+        assert renamed(name, rules) == name
+
+
 def test_serve_metrics_exist() -> None:
     """Every series of Ray Serve asked for is named in the installed Ray, by Serve or by Ray's own dashboards."""
     text = named_by_ray()

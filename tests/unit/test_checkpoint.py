@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from paceline.engine.checkpoint import (
     without_progress_bars,
 )
 from paceline.errors import ModelUnavailable
+from paceline.settings import TargetSettings
 from tests.checkpoints import (
     TINY_VOCAB_SIZE,
     save_markov_checkpoint,
@@ -103,12 +105,18 @@ def test_gguf_without_all_weights_is_refused(tmp_path: Path) -> None:
         resolve_checkpoint(str(tmp_path / "cut.gguf"), cache_dir=tmp_path / "cache")
 
 
-def test_unwritable_cache_says_how_to_choose_another(tmp_path: Path) -> None:
-    """A cache folder that cannot be made leads to the setting that moves it."""
+def test_unwritable_cache_says_how_to_choose_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder that cannot be made leads to the setting that moves it, by a name that the services read."""
     (tmp_path / "any.gguf").write_bytes(b"GGUF")
     (tmp_path / "file").touch()
-    with pytest.raises(ModelUnavailable, match="PACELINE_CACHE_DIR"):
+    with pytest.raises(
+        ModelUnavailable, match=r"--cache-dir \(in the environment: PACELINE_TARGET_CACHE_DIR,"
+    ) as refused:
         resolve_checkpoint(str(tmp_path / "any.gguf"), cache_dir=tmp_path / "file" / "cache")
+    [variable] = re.findall(r"PACELINE_\w+", refused.value.message)
+    monkeypatch.setenv(variable, str(tmp_path))
+    options: dict[str, Any] = {}
+    assert TargetSettings(**options).cache_dir == tmp_path
 
 
 def test_cache_folder_follows_the_platform_convention() -> None:

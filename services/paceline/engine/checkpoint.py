@@ -181,7 +181,8 @@ def _unpack_gguf(gguf: Path, cache_dir: Path) -> Path:
         ) from error
     except OSError as error:
         raise ModelUnavailable(
-            f"Cannot convert '{gguf.name}' in '{cache_dir}' ({error}); set PACELINE_CACHE_DIR to a folder with space."
+            f"Cannot convert '{gguf.name}' in '{cache_dir}' ({error}); name a folder with space by --cache-dir "
+            "(in the environment: PACELINE_TARGET_CACHE_DIR, and so on for each service)."
         ) from error
 
 
