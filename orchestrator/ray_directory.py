@@ -175,9 +175,13 @@ class RayDirectory:
         async with self._turns.take() as end_turn, self._handle.choose_replica(session_id) as selection:
             self.board.place(selection.replica_id, tokens=tokens)
             end_turn()
-            stream: Any = self._handle.dispatch(selection, session_id)
-            # Serve counts the call from its first item on, so the choice must not be let go of before.
-            await anext(stream)
+            try:
+                stream: Any = self._handle.dispatch(selection, session_id)
+                # Serve counts the call from its first item on, so the choice must not be let go of before.
+                await anext(stream)
+            except BaseException:
+                self.board.free(selection.replica_id)
+                raise
         replica = _from_metadata(
             selection.replica_id,
             selection.replica_metadata,
@@ -196,4 +200,6 @@ class RayDirectory:
         self._late.discard(acquiring)
         with suppress(asyncio.CancelledError):
             if acquiring.exception() is None:
-                acquiring.result().release()
+                lease = acquiring.result()
+                lease.release()
+                self.board.free(lease.replica.replica_id)

@@ -1,4 +1,5 @@
-"""Networks that misbehave, for tests: a TCP link with random delay, and a drafter whose items get lost and mixed up."""
+"""Networks that misbehave, for tests: a TCP link with random delay, a drafter whose items get lost and mixed up, and a
+target that lives but keeps its verdicts to itself."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ import grpc.aio
 from paceline.rpc import Server, open_channel
 from paceline.v1 import drafter_service_pb2 as drafter_pb
 from paceline.v1 import drafter_service_pb2_grpc as drafter_grpc
+from paceline.v1 import target_service_pb2 as target_pb
+from paceline.v1 import target_service_pb2_grpc as target_grpc
 
 
 @asynccontextmanager
@@ -117,5 +120,54 @@ async def mixed_up_drafter(
         await server.start("paceline.v1.DrafterService")
         try:
             yield server.address, drafter
+        finally:
+            await server.stop(0)
+
+
+class HoldingTarget(target_grpc.TargetServiceServicer):
+    """Stands before a target service; while told to hold, it passes on signs of life but no verdict.
+
+    What it has held goes out, late, just before the next verdict that it does not hold.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = target_grpc.TargetServiceStub(channel)
+        self.is_holding = False
+        self.held: list[Any] = []
+        self.verdicts = 0  # passed on
+        self.late_verdicts = 0  # of those, the ones that were held
+
+    async def GetTargetInfo(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name is the contract's
+        return await self._stub.GetTargetInfo(request)
+
+    async def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        async for message in self._stub.Verify(request_iterator):
+            events = [out for item in message.events for out in self._pass_on(item)]
+            if events:
+                yield target_pb.VerifyResponse(events=events)
+
+    def _pass_on(self, item: Any) -> list[Any]:
+        if item.WhichOneof("event") != "verdict":
+            return [item]
+        if self.is_holding:
+            self.held.append(item)
+            return []
+        out = [*self.held, item]
+        self.held = []
+        self.verdicts += len(out)
+        self.late_verdicts += len(out) - 1
+        return out
+
+
+@asynccontextmanager
+async def holding_target(address: str) -> AsyncIterator[tuple[str, HoldingTarget]]:
+    """The address of a `HoldingTarget` before the target at `address`."""
+    async with open_channel(address) as channel:
+        target = HoldingTarget(channel)
+        server = Server(host="127.0.0.1", port=0)
+        target_grpc.add_TargetServiceServicer_to_server(target, server.registrar)
+        await server.start("paceline.v1.TargetService")
+        try:
+            yield server.address, target
         finally:
             await server.stop(0)

@@ -218,6 +218,17 @@ class Fleet:
                 builder.add(event)
         return builder.build()
 
+    async def until_connected(self, address: str) -> None:
+        """Wait until the orchestrator has a stream to that replica."""
+        async with asyncio.timeout(LIMIT_S):
+            while not any(  # noqa: ASYNC110 - there is no event to wait for
+                replica.is_connected
+                for pool in self.generator.status().pools
+                for replica in pool.replicas
+                if replica.address == address
+            ):
+                await asyncio.sleep(0.01)
+
     def moves(self, pool: str = "target", reason: str | None = None) -> int:
         """Sessions that went on at another replica of the pool, for one reason or for any."""
         samples = [sample for metric in self.registry.collect() for sample in metric.samples]
@@ -246,7 +257,9 @@ async def fleet(
     directory_type: type[StaticDirectory] = StaticDirectory,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
-    """Start all services and open a generator over them, and over addresses at which nobody need answer yet."""
+    """Start all services and open a generator over them, connected to each; `more_...` are addresses at which nobody
+    need answer yet.
+    """
     async with AsyncExitStack() as services:
         running_targets = [await services.enter_async_context(running(serve)) for serve in targets]
         running_drafters = [await services.enter_async_context(running(serve)) for serve in drafters]
@@ -265,7 +278,10 @@ async def fleet(
                 registry=registry,
             )
         )
-        yield Fleet(running_targets, running_drafters, generator, target_directory, drafter_directory, registry)
+        opened = Fleet(running_targets, running_drafters, generator, target_directory, drafter_directory, registry)
+        for service in (*running_targets, *running_drafters):
+            await opened.until_connected(service.address)
+        yield opened
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -393,8 +393,9 @@ def _may_be_resumed(error: grpc.aio.AioRpcError, failure: PacelineError, answer:
     It may not where the request itself is at fault.
     """
     if reported_error(error) is not None:
-        # An orchestrator that says so has tried what it could. Without a token nothing is lost: the caller may judge.
-        return answer.has_tokens and isinstance(failure, TargetUnavailable | Draining | QueueFull)
+        # An orchestrator tries itself to go on at another target for as long as it is told to; full and draining are its
+        # own troubles, which another one need not have. Without a token nothing is lost: the caller may judge.
+        return answer.has_tokens and isinstance(failure, Draining | QueueFull)
     # Full is a place where the answer was to go on, before it does; later it is a message too large to be sent.
     return error.code() in _BROKEN or (error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not has_begun)
 

@@ -109,7 +109,7 @@ class OrchestratorSettings(ServiceSettings):
     drafter_timeout_s: float = Field(5.0, gt=0, description="Longest wait for the drafter at start; it may come later.")
     silence_limit_s: float = Field(5.0, gt=0, description="A peer that says nothing for so long counts as gone.")
     failover_timeout_s: float = Field(
-        1.0, ge=0, description="Longest that an answer waits for another target when it has lost its own."
+        1.0, gt=0, description="Longest that an answer waits for another target when it has lost its own."
     )
     max_migrations: int = Field(
         8, ge=0, description="Targets that an answer may lose in a row, none giving a verdict, before it fails."

@@ -325,9 +325,9 @@ def test_what_the_protocol_cannot_carry_is_refused_by_name(parameter: str, field
 # Resumption
 
 EVENTS_BEFORE_THE_END = 4  # of the canned answer: `Started` and three rounds
-TARGET_GONE = TargetUnavailable("The target is gone.")
 DRAINING = Draining("The orchestrator stops.")
-TARGET_GONE.retry_after_s = DRAINING.retry_after_s = 0.001
+DRAINING.retry_after_s = 0.001
+FULL = QueueFull("The orchestrator is full.", retry_after_s=0.001)
 
 
 def broken_after(count: int, ending: Exception | None) -> Answer:
@@ -377,7 +377,7 @@ async def test_answer_goes_on_wherever_its_stream_breaks(
     assert (events[-1].text, events[-1].resumptions, events[-1].resumed_tokens) == (".", 1, had_before)
 
 
-@pytest.mark.parametrize("ending", [DRAINING, TARGET_GONE], ids=lambda ending: type(ending).__name__)
+@pytest.mark.parametrize("ending", [DRAINING, FULL], ids=lambda ending: type(ending).__name__)
 async def test_answer_goes_on_when_its_orchestrator_cannot(
     client: GenerationClient, service: FakeGenerationService, ending: PacelineError
 ) -> None:
@@ -416,7 +416,7 @@ async def test_resumptions_are_counted_from_the_last_new_token(
     service: FakeGenerationService,
 ) -> None:
     """Three rounds that each end in a break are all resumed though only one break in a row is allowed."""
-    service.answer = lambda request: broken_after(2 if len(request.output_ids) < 6 else 9, TARGET_GONE)(request)
+    service.answer = lambda request: broken_after(2 if len(request.output_ids) < 6 else 9, DRAINING)(request)
     with serving(service) as endpoint:
         async with GenerationClient(endpoint, max_resumptions=1, first_pause_s=0.001) as client:
             completion = await client.complete(REQUEST)
@@ -426,10 +426,10 @@ async def test_resumptions_are_counted_from_the_last_new_token(
 @pytest.mark.parametrize("most", [0, 1, 3])
 async def test_fruitless_resumptions_are_bounded(service: FakeGenerationService, most: int) -> None:
     """An answer that gets nowhere ends with the last error, after so many further calls as are allowed."""
-    service.answer = lambda request: broken_after(1 if request.output_ids else 2, TARGET_GONE)(request)
+    service.answer = lambda request: broken_after(1 if request.output_ids else 2, DRAINING)(request)
     with serving(service) as endpoint:
         async with GenerationClient(endpoint, max_resumptions=most, first_pause_s=0.001) as client:
-            with pytest.raises(TargetUnavailable):
+            with pytest.raises(Draining):
                 await client.complete(REQUEST)
     assert len(service.requests) == 1 + most
 
@@ -441,6 +441,7 @@ async def test_fruitless_resumptions_are_bounded(service: FakeGenerationService,
         ContextTooLong("No."),
         ModelMismatch("No."),
         DeadlineExceeded("No."),
+        TargetUnavailable("No."),
         PacelineError("No."),
         BareStatus(grpc.StatusCode.RESOURCE_EXHAUSTED),
         BareStatus(grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -461,7 +462,7 @@ async def test_error_that_another_call_cannot_mend_is_raised_at_once(
 @pytest.mark.parametrize(
     ("count", "error"),
     [
-        *itertools.product([0, 1], [TARGET_GONE, DRAINING, QueueFull("Full.")]),
+        *itertools.product([0, 1], [DRAINING, FULL]),
         (0, BareStatus(grpc.StatusCode.INTERNAL)),
         (0, None),
     ],

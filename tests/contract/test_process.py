@@ -23,11 +23,11 @@ import pytest
 import structlog
 import torch
 
-import drafter_service.app
-import orchestrator.app
-import target_service.app
-from drafter_service.app import serve_drafter
+import drafter_service.service
+import orchestrator.service
+import target_service.service
 from drafter_service.methods.draft_model import DraftModelMethod
+from drafter_service.service import serve_drafter
 from paceline.client import complete
 from paceline.generation import Completion
 from paceline.process import Serve
@@ -38,7 +38,7 @@ from paceline.v1 import session_pb2 as session_pb
 from paceline.v1 import target_service_pb2 as target_pb
 from paceline.v1.drafter_service_pb2_grpc import DrafterServiceStub
 from paceline.v1.target_service_pb2_grpc import TargetServiceStub
-from target_service.app import serve_target
+from target_service.service import serve_target
 from target_service.verifier import Model
 from tests.checkpoints import save_tiny_checkpoint
 from tests.contract.stream_peer import (
@@ -247,9 +247,9 @@ async def test_service_stops_soon_though_streams_and_sessions_are_open(kind: Kin
 
 Main = Callable[[], NoReturn]
 MAINS: dict[str, Main] = {
-    "target": target_service.app.main,
-    "drafter": drafter_service.app.main,
-    "orchestrator": orchestrator.app.main,
+    "target": target_service.service.main,
+    "drafter": drafter_service.service.main,
+    "orchestrator": orchestrator.service.main,
 }
 OTHERWISE_FINE = {
     "target": (),

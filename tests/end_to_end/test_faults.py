@@ -1,4 +1,5 @@
-"""Processes that are killed or stopped in mid-answer: a lost drafter costs speed, a lost target a clear error.
+"""Processes that are killed or stopped in mid-answer: a lost drafter costs speed, a lost target a pause, or a clear error
+if there is no other.
 
 The services are real processes on tiny checkpoints; nothing here depends on how fast they are, only on limits that are
 far above what they need.
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ import pytest
 from paceline.client import GenerationClient
 from paceline.errors import PacelineError
 from paceline.generation import Completion, CompletionBuilder, Delta, GenerationRequest, Schedule
-from paceline.local_stack import LocalStack, LocalStackSettings
+from paceline.local_stack import LocalStack, LocalStackSettings, ServiceProcess
 from paceline.types import VerificationRule
 from tests.harness import complete_all, request
 
@@ -87,7 +90,7 @@ async def test_answers_complete_unchanged_when_the_drafter_is_lost(stack: LocalS
 
 
 async def test_a_killed_target_is_a_clear_error_within_two_seconds(stack: LocalStack) -> None:
-    """The stream ends with TARGET_UNAVAILABLE and a sentence; what came before it was delivered."""
+    """There is no other: the stream ends with TARGET_UNAVAILABLE and a sentence; what came before it was delivered."""
     struck_s = 0.0
 
     async def strike() -> None:
@@ -95,7 +98,7 @@ async def test_a_killed_target_is_a_clear_error_within_two_seconds(stack: LocalS
         os.kill(pid_of(stack, "target"), signal.SIGKILL)
         struck_s = time.monotonic()
 
-    async with GenerationClient(stack.endpoint) as client:
+    async with GenerationClient(stack.endpoint, max_resumptions=0) as client:
         outcomes = await answer_with_fault(client, range(4), strike)
         ended_s = time.monotonic()
         with pytest.raises(PacelineError) as refused:
@@ -105,3 +108,69 @@ async def test_a_killed_target_is_a_clear_error_within_two_seconds(stack: LocalS
     assert {error.reason for error in [*errors, refused.value]} == {"TARGET_UNAVAILABLE"}
     assert all("again" in error.message for error in errors)
     assert ended_s - struck_s < 2.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two targets
+
+
+def started(stack: ExitStack, *commands: tuple[str, ...]) -> list[ServiceProcess]:
+    """Processes of our own, started at once and ready; killed at the end of the stack."""
+    settled: queue.SimpleQueue[ServiceProcess] = queue.SimpleQueue()
+    processes = []
+    for module, *options in commands:
+        arguments = [module, "--stop-with-parent", "--threads", "1", "--log-level", "error", *options]
+        process = ServiceProcess(module, arguments, on_log=lambda *_: None)
+        stack.callback(process.kill)
+        process.settle_into(settled)
+        processes.append(process)
+    for _ in processes:
+        ready = settled.get(timeout=60)
+        assert ready.is_ready, ready.explain_end()
+    return processes
+
+
+async def until_connected(client: GenerationClient, address: str) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            (targets,) = (await client.pool_status()).pools
+            if any(replica.is_connected for replica in targets.replicas if replica.address == address):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_answers_go_on_unchanged_when_a_target_hangs_and_another_is_killed(tiny_target: Path) -> None:
+    """Of two targets one is stopped in mid-answer; woken up again, it takes over when the other is killed. Nobody notices."""
+    model = ("--model", str(tiny_target), "--dtype", "float32")
+    seeds = range(8)
+    with ExitStack() as stack:
+        first, second = started(
+            stack,
+            ("target_service", *model, "--heartbeat-s", "0.2"),
+            ("target_service", *model, "--heartbeat-s", "0.2"),
+        )
+        targets = f"{first.address},{second.address}"
+        (orchestrator,) = started(
+            stack,
+            ("orchestrator", "--target", targets, "--silence-limit-s", "1"),
+        )
+        async with GenerationClient(orchestrator.address, max_resumptions=0) as client:
+            plain = await complete_all(client, [long_request(seed, schedule=Schedule.PLAIN) for seed in seeds])
+
+            async def stop_the_first() -> None:
+                os.kill(first.pid, signal.SIGSTOP)
+
+            async def kill_the_second() -> None:
+                os.kill(second.pid, signal.SIGKILL)
+
+            hung = await answer_with_fault(client, seeds, stop_the_first)
+            os.kill(first.pid, signal.SIGCONT)
+            await until_connected(client, first.address)
+            killed = await answer_with_fault(client, seeds, kill_the_second)
+    for answers in (hung, killed):
+        assert [answer for answer in answers if isinstance(answer, BaseException)] == []
+        completions = [answer for answer in answers if isinstance(answer, Completion)]
+        assert [(answer.token_ids, answer.text) for answer in completions] == [
+            (answer.token_ids, answer.text) for answer in plain
+        ]
+        assert all(answer.usage.completion_tokens == MAX_TOKENS for answer in completions)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -266,6 +267,9 @@ class CountingMethod:
     def rewind(self, state: str, length: int) -> None:
         self.calls.append((state, f"rewind {length}"))
 
+    def kv_tokens(self, state: str, session: DraftView) -> int:
+        return len(session.ids)
+
 
 @dataclass
 class Clock:
@@ -283,10 +287,15 @@ IDLE_TTL_S = 10.0
 class Service:
     """A drafter with its clock, and everything it has said."""
 
-    def __init__(self, method: DraftMethod[str], *, max_sessions: int = 4) -> None:
+    def __init__(self, method: DraftMethod[Any], *, max_sessions: int = 4) -> None:
         self.clock = Clock()
         self.said: list[DrafterEvent] = []
-        self.sessions = SessionTable[Entry[str]](max_sessions=max_sessions, idle_ttl_s=IDLE_TTL_S, clock=self.clock)
+        self.sessions = SessionTable[Entry[Any]](
+            max_sessions=max_sessions,
+            idle_ttl_s=IDLE_TTL_S,
+            kv_tokens_of=lambda entry: method.kv_tokens(entry.state, entry.session),
+            clock=self.clock,
+        )
         self.drafter = Drafter(method, self.sessions)
 
     def tell(self, *commands: Command) -> Sequence[DrafterEvent]:
@@ -667,6 +676,45 @@ def test_idle_sessions_are_forgotten_with_their_work() -> None:
     assert [event.address for event in service.work()] == [A]
 
 
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_sessions_that_wait_for_a_step_are_counted() -> None:
+    """Whatever they wait for."""
+    service = Service(CountingMethod())
+    service.tell(opening(A), opening(B), commit(B))
+    assert service.drafter.waiting == 2
+    service.work()
+    assert service.drafter.waiting == 0
+
+
+def test_tokens_held_are_those_in_the_draft_models_caches() -> None:
+    """From the opening on those of the prompt, which will be there; then what was fed, less what is rolled back."""
+    method: DraftMethod[Any] = model_method()
+    service = Service(method)
+    service.tell(Open(A, spec_of(prompt_length=5, vocab_size=VOCAB_SIZE, session_id="a"), PROMPT))
+    assert service.sessions.kv_used_tokens == 5
+    service.tell(commit(A, 5, draft_length=4, credit=4))
+    service.work()
+    assert service.sessions.kv_used_tokens == 5 + 3  # the last token drafted is not fed
+    held = service.sessions.find("a")
+    assert held is not None
+    drafted = tuple(held.state.session.ids[5:])
+    service.tell(commit(A, 7, (drafted[0], other_than(drafted[1])), credit=0))
+    assert service.sessions.kv_used_tokens == 7
+    service.tell(Close(A))
+    assert service.sessions.kv_used_tokens == 0
+
+
+def test_a_method_without_a_model_holds_no_keys_and_values() -> None:
+    """However long the sessions are."""
+    method: DraftMethod[Any] = lookup_method()
+    service = Service(method)
+    service.tell(opening(A, (1, 2, 1, 2)), commit(A, 4))
+    service.work()
+    assert service.sessions.kv_used_tokens == 0
+
+
 # ---- any history ----------------------------------------------------------------------------------------------------
 
 addresses = st.builds(Address, st.integers(1, 2), st.sampled_from(["x", "y"]), st.integers(1, 3))
@@ -683,15 +731,19 @@ commands = st.one_of(
     ),
     st.builds(Close, addresses),
 )
-actions = st.lists(commands | st.sampled_from(["step", "step", "step", "wait"]), max_size=25)
+actions = st.lists(commands | st.sampled_from(["step", "step", "step", "wait", "drain"]), max_size=25)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(history=actions, tokens_a_step=st.integers(0, 3))
-def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Command | str], tokens_a_step: int) -> None:
-    """200 drawn histories of opening, committing and closing, in any order and on any lengths, beside a well-behaved
-    session: only typed errors, each for a session that was named, and the drafts of the good one as if alone."""
-    service = Service(CountingMethod(max_context=10, tokens_a_step=tokens_a_step), max_sessions=3)
+@given(history=actions, tokens_a_step=st.integers(0, 3), fails_on=st.sampled_from(["", "y"]))
+def test_no_history_breaks_the_worker_or_a_session_beside_it(
+    history: list[Command | str], tokens_a_step: int, fails_on: str
+) -> None:
+    """200 drawn histories of opening, committing and closing, in any order and on any lengths, of which one session may
+    fail in its steps, and a drain, beside a well-behaved session: only typed errors, each for a session that was named,
+    the drafts of the good one as if alone, and at any moment the right count of tokens held, which ends at 0."""
+    method = CountingMethod(max_context=10, tokens_a_step=tokens_a_step, fails_on=fails_on)
+    service = Service(method, max_sessions=3)
     alone = Service(CountingMethod(max_context=10, tokens_a_step=tokens_a_step))
     for each in (service, alone):
         each.tell(opening(A), commit(A, 4, (9,), draft_length=2, credit=5))
@@ -703,9 +755,12 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
             service.clock.now_s += 3
             service.drafter.expire_idle()
             service.sessions.use(A)
+        elif action == "drain":
+            service.sessions.is_draining = True
         elif service.drafter.has_work():
             service.step()
         assert_queued_by_urgency(service)
+        assert service.sessions.kv_used_tokens == sum(len(held.state.session.ids) for held in service.sessions)
     service.work()
     assert {event.address for event in service.said} <= named
     assert all(isinstance(event.outcome, PacelineError | Drafted) for event in service.said)
@@ -718,6 +773,7 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
     service.tell(*(Close(held.address) for held in list(service.sessions)))
     assert (len(service.sessions), service.drafter.has_work()) == (0, False)
     assert not any(service.drafter._queues.values())
+    assert (service.sessions.kv_used_tokens, service.drafter.waiting) == (0, 0)
 
 
 def assert_queued_by_urgency(service: Service) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from orchestrator.clients import RemoteDrafts
+from orchestrator.board import Replica
 from orchestrator.drafting import DraftsWithFallback, NoDrafts
 from orchestrator.loop import OfferedDraft
-from paceline.errors import LengthMismatch, PacelineError, PayloadInvalid, QueueFull
+from orchestrator.pool import Seat
+from orchestrator.remote_drafts import RemoteDrafts, SeatTaker
+from orchestrator.stall import StallMeter
+from paceline.errors import Draining, LengthMismatch, PacelineError, PayloadInvalid, QueueFull
 from paceline.lookup.ngram import NgramIndex
 from paceline.prefix import TokenPrefix
 from paceline.types import Draft
@@ -28,6 +32,7 @@ class FakeRemote:
 
     answer: Draft | None = None
     heard: list[tuple[str, int, int, int]] = field(default_factory=list)
+    wants_drafts: bool = True
 
     def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
         self.heard.append(("commit", len(prefix), draft_length, credit))
@@ -109,10 +114,15 @@ class FakeClient:
 
     is_full: bool = False
     sent: list[drafter_pb.DrafterCommand] = field(default_factory=list)
-    connection: int = 1
     is_connected: bool = True
     stale_items: int = 0
+    replica: Replica = field(default_factory=lambda: Replica(replica_id="drafter", address="drafter:1"))
     info = fake_info(FakeModel(hashed_logits(10), vocab_size=10))
+
+    def attach(self, session_id: str, session: Any) -> None:
+        """Events are handed to the session by the tests themselves."""
+
+    def detach(self, session_id: str) -> None: ...
 
     def send(self, command: drafter_pb.DrafterCommand) -> None:
         if self.is_full:
@@ -124,8 +134,58 @@ class FakeClient:
         return [(command.WhichOneof("command"), command.epoch) for command in self.sent]
 
 
-def remote_drafts(client: Any) -> RemoteDrafts:
-    return RemoteDrafts(client, spec_of(prompt_length=4, vocab_size=10), draft_deadline_s=0.01)
+@dataclass
+class FakeSeats:
+    """A pool of drafters that gives out seats when told to (`remote_drafts.DrafterSeats`)."""
+
+    asked: list[str] = field(default_factory=list)
+    refused: list[PacelineError] = field(default_factory=list)
+    given_back: int = 0
+    moves: list[str] = field(default_factory=list)
+
+    def ask(self, session_id: str, taker: SeatTaker, *, tokens: int) -> None:
+        if session_id not in self.asked:
+            self.asked.append(session_id)
+
+    def withdraw(self, session_id: str) -> None:
+        if session_id in self.asked:
+            self.asked.remove(session_id)
+
+    def note_refusal(self, replica: Replica, refusal: PacelineError) -> None:
+        self.refused.append(refusal)
+
+    def count_move(self, reason: str) -> None:
+        self.moves.append(reason)
+
+    def give(self, drafts: RemoteDrafts, client: FakeClient) -> None:
+        """The turn of the session has come."""
+        assert self.asked == ["session"]
+        self.asked.clear()
+        seat: Seat[Any] = Seat("session", drafts, self._on_given_back)
+        seat.take(FakeLease(client.replica), client)
+        drafts.on_seat(seat)
+
+    def _on_given_back(self, seat: Seat[Any]) -> None:
+        self.given_back += 1
+
+
+@dataclass
+class FakeLease:
+    replica: Replica
+    releases: int = 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+def remote_drafts(client: FakeClient | None = None, seats: FakeSeats | None = None) -> RemoteDrafts:
+    """A session's drafts; with a client, it has a seat there."""
+    seats = seats or FakeSeats()
+    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10), draft_deadline_s=0.01)
+    drafts.ask()
+    if client is not None:
+        seats.give(drafts, client)
+    return drafts
 
 
 def failed(error: PacelineError, *, epoch: int = 1) -> drafter_pb.DrafterEvent:
@@ -168,14 +228,15 @@ async def test_a_session_that_the_drafter_lost_is_opened_again_from_its_tokens()
 
 @pytest.mark.parametrize("event", [proposed(10), failed(PayloadInvalid("The committed tokens hold the id 10."))])
 async def test_a_session_that_is_given_up_is_closed_at_the_drafter(event: drafter_pb.DrafterEvent) -> None:
-    """It would hold its memory there, and go on drafting, until it has idled too long."""
-    client = FakeClient()
-    drafts = remote_drafts(client)
+    """It would hold its memory there, and go on drafting, until it has idled too long. No other drafter is asked for."""
+    client, seats = FakeClient(), FakeSeats()
+    drafts = remote_drafts(client, seats)
     drafts.commit(NEW, draft_length=2, credit=4)
     drafts.on_event(event)
     assert await drafts.draft(NEW, 2) is None
     drafts.close()
     assert client.kinds == [("open", 1), ("commit", 1), ("close", 1)]
+    assert (seats.given_back, seats.asked, drafts.wants_drafts) == (1, [], False)
 
 
 async def test_a_drafter_that_does_not_read_never_fails_a_session() -> None:
@@ -185,3 +246,188 @@ async def test_a_drafter_that_does_not_read_never_fails_a_session() -> None:
     drafts.commit(NEW, draft_length=2, credit=4)
     assert await drafts.draft(NEW, 2) is None
     drafts.close()
+
+
+async def test_a_session_without_a_seat_waits_for_nothing() -> None:
+    """It has asked for a seat, and goes on without drafts until it is given one."""
+    seats = FakeSeats()
+    drafts = remote_drafts(seats=seats)
+    drafts.commit(NEW, draft_length=2, credit=4)
+    assert await drafts.draft(NEW, 2) is None
+    assert seats.asked == ["session"]
+    drafts.close()
+    assert seats.asked == []
+
+
+async def test_a_session_opens_as_soon_as_its_seat_comes() -> None:
+    """With the last commit, if that still holds: the drafter reads the prompt while the target does."""
+    client, seats = FakeClient(), FakeSeats()
+    drafts, prefix = remote_drafts(seats=seats), TokenPrefix(NEW.ids)
+    drafts.commit(prefix, draft_length=2, credit=4)
+    seats.give(drafts, client)
+    assert client.kinds == [("open", 1), ("commit", 1)]
+    assert (client.sent[1].commit.base_length, client.sent[1].commit.credit) == (4, 4)
+    prefix.extend([5])
+    drafts.commit(prefix, draft_length=2, credit=4)
+    assert list(client.sent[2].commit.committed_ids) == [5]
+
+
+async def test_a_seat_that_comes_between_two_rounds_is_opened_with_the_next_commit() -> None:
+    """What is committed by then is more than the last commit said."""
+    client, seats = FakeClient(), FakeSeats()
+    drafts, prefix = remote_drafts(seats=seats), TokenPrefix(NEW.ids)
+    drafts.commit(prefix, draft_length=2, credit=4)
+    prefix.extend([5])
+    seats.give(drafts, client)
+    assert client.kinds == []
+    drafts.commit(prefix, draft_length=2, credit=4)
+    assert client.kinds == [("open", 1), ("commit", 1)]
+    assert list(client.sent[0].open.committed_ids) == [*NEW.ids, 5]
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_a_lost_drafter_ends_the_wait_for_its_draft(is_draining: bool) -> None:
+    """The round goes on at once; a new seat is asked for, and what the old drafter still says counts for nothing."""
+    old, new, seats = FakeClient(), FakeClient(), FakeSeats()
+    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10), draft_deadline_s=60)
+    drafts.ask()
+    seats.give(drafts, old)
+    drafts.commit(NEW, draft_length=2, credit=4)
+    waiting = asyncio.ensure_future(drafts.draft(NEW, 2))
+    await asyncio.sleep(0)
+    if is_draining:
+        drafts.on_draining()
+    else:
+        drafts.on_lost("its stream has ended")
+    assert await asyncio.wait_for(waiting, 5) is None
+    assert seats.given_back == 1
+    assert old.kinds[2:] == [("close", 1)]
+    await asyncio.sleep(0.01)
+    seats.give(drafts, new)
+    assert new.kinds == [("open", 2), ("commit", 2)]
+    drafts.on_event(proposed(5, 6))
+    assert await drafts.draft(NEW, 2) is None
+    assert new.stale_items == 1
+    assert seats.moves == ["draining" if is_draining else "lost"]
+
+
+async def test_nobody_waits_for_a_drafter_that_takes_over_until_it_has_read_the_answer() -> None:
+    """Reading takes it as long as the answer is; from its first proposal on its drafts are waited for again."""
+    seats, new = FakeSeats(), FakeClient()
+    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10), draft_deadline_s=60)
+    drafts.ask()
+    seats.give(drafts, FakeClient())
+    drafts.commit(NEW, draft_length=2, credit=4)
+    drafts.on_lost("its stream has ended")
+    await asyncio.sleep(0.01)
+    seats.give(drafts, new)
+    assert await asyncio.wait_for(drafts.draft(NEW, 2), 5) is None
+    longer = TokenPrefix((*NEW.ids, 9))
+    drafts.on_event(proposed(5, 6, epoch=2))
+    drafts.commit(longer, draft_length=2, credit=4)
+    waiting = asyncio.ensure_future(drafts.draft(longer, 2))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    proposal = drafter_pb.Proposal(base_length=5, prefix_digest=longer.digest(), draft_ids=[7])
+    drafts.on_event(drafter_pb.DrafterEvent(session_id="session", epoch=2, proposal=proposal))
+    assert await asyncio.wait_for(waiting, 5) == Draft((7,))
+
+
+@pytest.mark.parametrize("error", [QueueFull("No room."), Draining("About to stop.")])
+async def test_a_drafter_that_refuses_is_told_of_and_another_is_asked_for(error: PacelineError) -> None:
+    """The pool hears of the refusal, so that the next session goes elsewhere."""
+    seats = FakeSeats()
+    drafts = remote_drafts(FakeClient(), seats)
+    drafts.commit(NEW, draft_length=2, credit=4)
+    drafts.on_event(failed(error))
+    assert [type(refusal) for refusal in seats.refused] == [type(error)]
+    assert seats.given_back == 1
+    await asyncio.sleep(0.01)
+    assert seats.asked == ["session"]
+    drafts.close()
+
+
+async def test_seats_that_are_of_no_use_are_asked_for_ever_more_slowly() -> None:
+    """The first time at once, then after a pause; a session that has ended asks no more."""
+    seats = FakeSeats()
+    drafts = remote_drafts(FakeClient(), seats)
+    drafts.on_lost("its stream has ended")
+    await asyncio.sleep(0.01)
+    seats.give(drafts, FakeClient())
+    drafts.on_lost("its stream has ended")
+    await asyncio.sleep(0.01)
+    assert seats.asked == []
+    drafts.close()
+    await asyncio.sleep(0.2)
+    assert seats.asked == []
+
+
+# ---- stall ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class SlowRemote(FakeRemote):
+    """Takes its time, by the test's clock, for every draft."""
+
+    clock: Clock = field(default_factory=Clock)
+    wait_s: float = 0.0
+    wants_drafts: bool = True
+
+    async def draft(self, prefix: TokenPrefix, max_length: int) -> Draft | None:
+        self.clock.now_s += self.wait_s
+        return self.answer
+
+
+async def run_rounds(remote: SlowRemote, *, rounds: int, verify_s: float, wanted: bool = True) -> StallMeter:
+    """Rounds of one session, each a wait for a draft and then a verdict; one more commit ends the last."""
+    meter = StallMeter(clock=remote.clock)
+    drafts = DraftsWithFallback(remote, lookup(), stall=meter)
+    for _ in range(rounds):
+        drafts.commit(PERIODIC, draft_length=4, credit=4)
+        if wanted:
+            await drafts.draft(PERIODIC, 4)
+        remote.clock.now_s += verify_s
+    drafts.commit(PERIODIC, draft_length=4, credit=4)
+    return meter
+
+
+async def test_stall_is_the_share_of_the_round_that_was_spent_waiting_for_the_draft() -> None:
+    """One second in four here, whether the draft holds tokens or says that there are none to offer."""
+    for answer in (Draft((1,)), Draft()):
+        meter = await run_rounds(SlowRemote(answer, wait_s=1.0), rounds=2, verify_s=3.0)
+        assert meter.fraction == pytest.approx(0.25)
+
+
+async def test_a_round_without_the_drafters_draft_is_stalled_as_a_whole() -> None:
+    """Though it did not wait, and prompt lookup stood in: otherwise a pool without drafters would look idle."""
+    assert (await run_rounds(SlowRemote(None), rounds=3, verify_s=1.0)).fraction == pytest.approx(1.0)
+
+
+async def test_rounds_that_no_drafter_could_serve_do_not_count() -> None:
+    """Neither those of a session that drafting was given up for, nor those that want no draft."""
+    given_up = SlowRemote(None, wants_drafts=False)
+    assert (await run_rounds(given_up, rounds=3, verify_s=1.0)).fraction is None
+    assert (await run_rounds(SlowRemote(None), rounds=3, verify_s=1.0, wanted=False)).fraction is None
+
+
+async def test_stall_is_forgotten_behind_the_window() -> None:
+    """It says how things are, not how they were."""
+    remote = SlowRemote(None)
+    meter = await run_rounds(remote, rounds=3, verify_s=1.0)
+    remote.clock.now_s += 5.0
+    meter.record(stalled_s=0.0, round_s=3.0)
+    assert meter.fraction == pytest.approx(0.5)
+    remote.clock.now_s += 7.0
+    assert meter.fraction == pytest.approx(0.0)
+    remote.clock.now_s += 10.0
+    assert meter.fraction is None

@@ -9,11 +9,12 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from paceline.errors import QueueFull
-from paceline.model_thread import ModelThread
+from paceline.model_thread import ModelThread, StepClock
 
 WAIT_S = 20.0  # for what comes at once unless something is broken
 
@@ -37,6 +38,10 @@ class RecordingWorker:
 
     def has_work(self) -> bool:
         return self.steps_left > 0
+
+    @property
+    def waiting(self) -> int:
+        return self.steps_left
 
     def step(self) -> Sequence[str]:
         self._enter("step", "step")
@@ -208,3 +213,113 @@ async def test_a_thread_that_falls_behind_takes_no_more_commands(monkeypatch: py
     thread.submit("b")
     with pytest.raises(QueueFull):
         thread.submit("c")
+
+
+async def test_what_is_queued_are_commands_and_work_that_waits_for_a_step() -> None:
+    """Taking a command up makes it no less waiting."""
+    worker, listener = RecordingWorker(), Listener()
+    worker.may_step.clear()
+    async with running(worker, listener) as thread:
+        thread.submit("a")
+        assert await asyncio.to_thread(worker.is_stepping.wait, WAIT_S)
+        for command in "bcd":
+            thread.submit(command)
+        assert thread.queued == 4
+        worker.may_step.set()
+        await listener.until(lambda: listener.events.count("stepped") == 4)
+        assert thread.queued == 0
+
+
+async def test_a_step_that_hangs_is_seen_from_outside() -> None:
+    """Its time grows while it runs, and is 0 before and behind it."""
+    worker, listener = RecordingWorker(), Listener()
+    worker.may_step.clear()
+    async with running(worker, listener) as thread:
+        assert thread.seconds_in_step == 0.0
+        thread.submit("a")
+        assert await asyncio.to_thread(worker.is_stepping.wait, WAIT_S)
+        earlier_s = thread.seconds_in_step
+        await asyncio.sleep(0.01)
+        assert thread.seconds_in_step >= earlier_s + 0.01
+        worker.may_step.set()
+        await listener.until(lambda: "stepped" in listener.events)
+        assert thread.seconds_in_step == 0.0
+
+
+async def test_stopping_a_thread_that_hangs_can_be_given_up() -> None:
+    """And leaves no other thread behind that waits for it."""
+    worker, listener = RecordingWorker(), Listener()
+    worker.may_step.clear()
+    thread = model_thread(worker, listener)
+    thread.start()
+    thread.submit("a")
+    assert await asyncio.to_thread(worker.is_stepping.wait, WAIT_S)
+    before = threading.active_count()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await thread.stop()
+    assert threading.active_count() == before
+    worker.may_step.set()
+    await thread.stop()
+    assert not is_running()
+
+
+@dataclass
+class Clock:
+    """Time that passes when told to."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_busy_share_is_that_of_about_the_last_second() -> None:
+    """It changes once a second and forgets what was before."""
+    clock = Clock(100.0)
+    step_clock = StepClock(clock=clock)
+    assert step_clock.busy_share == 0.0
+    with step_clock.step():
+        clock.now_s += 0.5
+    clock.now_s += 0.3
+    assert step_clock.busy_share == 0.0, "no second has passed"
+    clock.now_s += 0.2
+    assert step_clock.busy_share == pytest.approx(0.5)
+    with step_clock.step():
+        clock.now_s += 0.9
+    assert step_clock.busy_share == pytest.approx(0.5), "no second has passed since"
+    clock.now_s += 0.3
+    assert step_clock.busy_share == pytest.approx(0.75)
+    clock.now_s += 1.0
+    assert step_clock.busy_share == 0.0
+
+
+def test_a_step_that_runs_counts_as_busy() -> None:
+    """One that takes many seconds is not a thread at rest, and is counted once when it ends."""
+    clock = Clock()
+    step_clock = StepClock(clock=clock)
+    clock.now_s = 1.0
+    with step_clock.step():
+        clock.now_s = 4.0
+        assert step_clock.seconds_in_step == 3.0
+        assert step_clock.busy_share == pytest.approx(0.75)
+        clock.now_s = 5.0
+    clock.now_s = 6.0
+    assert step_clock.busy_share == pytest.approx(0.5)
+    assert step_clock.seconds_in_step == 0.0
+
+
+def test_a_step_that_fails_has_ended() -> None:
+    """Or a thread at rest would look as if it hung."""
+    clock = Clock()
+    step_clock = StepClock(clock=clock)
+
+    def fail() -> None:
+        with step_clock.step():
+            clock.now_s = 1.0
+            raise RuntimeError("broken on purpose")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    clock.now_s = 9.0
+    assert step_clock.seconds_in_step == 0.0

@@ -52,7 +52,10 @@ class Service:
     def __post_init__(self) -> None:
         self.model = FakeModel(self.logits, vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
         self.sessions = SessionTable[TargetSession[FakeCache]](
-            max_sessions=self.max_sessions, idle_ttl_s=IDLE_TTL_S, clock=self.clock
+            max_sessions=self.max_sessions,
+            idle_ttl_s=IDLE_TTL_S,
+            kv_tokens_of=lambda session: session.kv_tokens,
+            clock=self.clock,
         )
         self.scheduler = Scheduler(Verifier[FakeCache](self.model), self.sessions, clock=self.clock)
 
@@ -256,6 +259,35 @@ def test_idle_sessions_are_forgotten() -> None:
     assert isinstance(event.outcome, SessionNotFound)
 
 
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_a_prompt_count_from_its_opening_and_then_those_in_the_cache() -> None:
+    """Also those of a draft, until the next one tells that they are rolled back."""
+    service = Service()
+    service.tell(opening(A))
+    assert service.sessions.kv_used_tokens == 3
+    service.tell(judge(A, (1, 2, 5)))
+    service.work()
+    assert service.sessions.kv_used_tokens == 6
+    service.tell(judge(A, (1,), base_length=4, committed_ids=(7,)))
+    service.work()
+    assert service.sessions.kv_used_tokens == 5
+    service.tell(opening(Address(1, "a", 2), (*PROMPT, 7, 7, 7, 7)))
+    assert service.sessions.kv_used_tokens == 7
+    service.tell(Close(Address(1, "a", 2)))
+    assert service.sessions.kv_used_tokens == 0
+
+
+def test_drafts_that_wait_are_counted() -> None:
+    """Until their step."""
+    service = Service()
+    service.tell(opening(A), judge(A), judge(A))
+    assert service.scheduler.waiting == 2
+    service.work()
+    assert service.scheduler.waiting == 0
+
+
 # ---- any history ----------------------------------------------------------------------------------------------------
 
 addresses = st.builds(Address, st.integers(1, 2), st.sampled_from(["x", "y"]), st.integers(1, 3))
@@ -276,15 +308,23 @@ commands = st.one_of(
     ),
     st.builds(Close, addresses),
 )
-actions = st.lists(commands | st.sampled_from(["step", "step", "wait", "good draft"]), max_size=25)
+actions = st.lists(commands | st.sampled_from(["step", "step", "wait", "good draft", "drain"]), max_size=25)
+FAULTY_TOKEN = 7
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+def faulty_logits(ids: Sequence[int]) -> Sequence[float]:
+    if ids[-1] == FAULTY_TOKEN:
+        raise RuntimeError("broken on purpose")
+    return hashed_logits(VOCAB_SIZE)(ids)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(history=actions)
 def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Command | str]) -> None:
-    """200 drawn histories of opening, judging and closing, in any order and on any lengths, while a well-behaved
-    session goes on: only typed errors, each for a session that was named, and verdicts of the good one as if alone."""
-    service = Service(max_sessions=3)
+    """300 drawn histories of opening, judging and closing, in any order and on any lengths, with a model that fails at
+    one token and a drain, while a well-behaved session goes on: only typed errors, each for a session that was named,
+    verdicts of the good one as if alone, and at any moment the right count of tokens held, which ends at 0."""
+    service = Service(max_sessions=3, logits=faulty_logits)
     named = {command.address for command in history if not isinstance(command, str)} | {A}
     committed: tuple[int, ...] = PROMPT
     pending = False
@@ -296,6 +336,8 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
             service.clock.now_s += 3
             service.scheduler.expire_idle()
             service.sessions.use(A)
+        elif action == "drain":
+            service.sessions.is_draining = True
         elif action == "good draft" and not pending and len(committed) < MAX_CONTEXT - 2:
             service.tell(judge(A, (1, 2), base_length=len(committed), committed_ids=committed[-1:]))
             pending = True
@@ -306,6 +348,7 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
                 if event.address == A:
                     assert rows_of(event) == fresh_rows((1, 2), committed)
                     committed, pending = (*committed, 1), False
+        assert service.sessions.kv_used_tokens == tokens_held(service)
     assert not pending
     assert {event.address for event in service.said} <= named
     assert all(isinstance(event.outcome, PacelineError | VerdictRows) for event in service.said)
@@ -313,6 +356,12 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
     service.tell(*(Close(held.address) for held in list(service.sessions)))
     service.work()
     assert (len(service.sessions), service.scheduler.has_work()) == (0, False)
+    assert service.sessions.kv_used_tokens == 0
+
+
+def tokens_held(service: Service) -> int:
+    """Counted by going through all sessions."""
+    return sum(max(held.state.cache.length, len(held.state.committed)) for held in service.sessions)
 
 
 def test_only_so_many_drafts_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,19 +5,34 @@ The fake model's logits depend on every token in its cache, so a cache cut by on
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter_service.methods.draft_model import DraftModelMethod
+from orchestrator.loop import SpeculationPlan, run_session
 from paceline import noise
 from paceline.errors import ContextTooLong, LengthMismatch, PayloadInvalid
+from paceline.generation import Schedule
 from paceline.noise import Purpose
 from paceline.rejection import judge_draft, walk
 from paceline.sampling import SparseDistribution, TokenHistory
-from paceline.types import Origin, Row, SamplingParams, SessionSpec, VerificationRule
+from paceline.types import Origin, Row, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 from target_service.verifier import DraftToJudge, TargetSession, Verifier, common_prefix_length
-from tests.fakes import FakeCache, FakeModel, hashed_logits, spec_of, target_alone
+from tests.fakes import (
+    CountingOutput,
+    FakeCache,
+    FakeModel,
+    LocalDrafts,
+    LocalTarget,
+    Logits,
+    hashed_logits,
+    spec_of,
+    target_alone,
+)
 
 VOCAB_SIZE = 12
 LOGITS = hashed_logits(VOCAB_SIZE)
@@ -230,6 +245,101 @@ def test_a_session_opened_again_reuses_what_agrees(
     session = verifier.open(new_spec, committed, old)
     assert verifier.judge(session, asked).rows == rows_from_scratch(new_spec, committed, asked)
     assert model.lengths_before_step[-1] == reused_length
+
+
+# ---- what was kept --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("schedule", [Schedule.SEQUENTIAL, Schedule.PIPELINED])
+async def test_what_was_kept_is_known_of_every_draft_but_the_last(rule: VerificationRule, schedule: Schedule) -> None:
+    """The counts are those of whoever walked over the rows, one round behind: with a drafter that is right most of the
+    time, so that drafts are kept whole, in part and not at all."""
+    session_spec = spec(rule)
+    drafter = FakeModel(often_right(LOGITS), vocab_size=VOCAB_SIZE)
+    drafts = LocalDrafts(DraftModelMethod(drafter, distribution_entries=64), session_spec)
+    target = LocalTarget(fake_model(), session_spec, meanwhile=lambda: drafts.work(3))
+    stats, known = SpeculationStats(), [SpeculationStats()]
+    async for _ in run_session(
+        session_spec,
+        PROMPT,
+        SpeculationPlan(schedule=schedule, draft_length=3),
+        target=target,
+        drafts=drafts,
+        output=CountingOutput(120),
+        stats=stats,
+    ):
+        outcomes = target._verifier.outcomes
+        # The draft behind this round has not been judged, so the target knows what was kept up to the round before.
+        assert counts(outcomes) == counts(known[-1])
+        known.append(copy.deepcopy(stats))
+    assert 0 < outcomes.num_accepted_tokens < outcomes.num_draft_tokens
+
+
+def often_right(logits: Logits) -> Logits:
+    """The same logits, but for every third length, where they are those of the tokens so far in reverse."""
+    return lambda ids: logits(ids if len(ids) % 3 else ids[::-1])
+
+
+def counts(stats: SpeculationStats) -> tuple[int, int, int, list[int]]:
+    return stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens, stats.accepted_per_position
+
+
+@pytest.mark.parametrize(
+    ("told", "kept_length"),
+    [
+        ((7, 8, 9, 1), 3),  # the whole draft and a bonus
+        ((7, 8, 9), 3),  # the bonus is left to the next draft
+        ((7, 8, 1), 2),
+        ((1,), 0),
+        ((7, 8), None),  # too little to tell
+        ((), None),
+    ],
+)
+@pytest.mark.parametrize("is_opened_again", [False, True])
+def test_what_was_kept_is_read_from_the_tokens_committed_next(
+    told: tuple[int, ...], kept_length: int | None, is_opened_again: bool
+) -> None:
+    """Also where the session is opened again on them; where they do not reach far enough nothing is counted."""
+    session_spec = spec(VerificationRule.COUPLED)
+    verifier = Verifier[FakeCache](fake_model())
+    session = verifier.open(session_spec, PROMPT)
+    verifier.judge(session, draft(len(PROMPT), (), (7, 8, 9)))
+    if is_opened_again:
+        session = verifier.open(session_spec, (*PROMPT, *told), session)
+    verifier.judge(session, draft(len(PROMPT) + len(told), told, (4,)))
+    outcomes = verifier.outcomes
+    expected = (0, 0) if kept_length is None else (3, kept_length)
+    assert (outcomes.num_draft_tokens, outcomes.num_accepted_tokens) == expected
+
+
+def test_a_draft_that_is_asked_for_again_counts_once() -> None:
+    """And one that was never answered, or that another prompt has overtaken, not at all."""
+    session_spec = spec(VerificationRule.COUPLED)
+    verifier = Verifier[FakeCache](fake_model())
+    session = verifier.open(session_spec, PROMPT)
+    for _ in range(3):
+        verifier.judge(session, draft(len(PROMPT), (), (7, 8)))
+    verifier.judge(session, draft(len(PROMPT) + 2, (7, 1), ()))
+    assert (verifier.outcomes.num_drafts, verifier.outcomes.num_accepted_tokens) == (1, 1)
+    verifier.judge(session, draft(len(PROMPT) + 2, (), (5, 5)))
+    session = verifier.open(session_spec, (0, *PROMPT[1:], 7, 1, 5, 5), session)
+    verifier.judge(session, draft(len(PROMPT) + 4, (), ()))
+    assert (verifier.outcomes.num_drafts, verifier.outcomes.num_accepted_tokens) == (1, 1)
+
+
+def test_a_draft_counts_once_though_the_step_that_told_its_outcome_failed() -> None:
+    """Whoever asked hears why, and asks again on the same tokens; the draft that failed was never answered."""
+    verifier, session_spec = Verifier[FakeCache](fake_model()), spec(VerificationRule.REJECTION)
+    session = verifier.open(session_spec, PROMPT)
+    verifier.judge(session, drawn(len(PROMPT), (), (7, 8), salt=1))
+    bad = DraftToJudge(
+        base_length=7, committed_ids=(7, 1), draft_ids=(3,), distributions=(SparseDistribution.one_hot(4),)
+    )
+    with pytest.raises(PayloadInvalid):
+        verifier.judge(session, bad)
+    verifier.judge(session, drawn(len(PROMPT) + 2, (7, 1), (5,), salt=2))
+    assert counts(verifier.outcomes) == (1, 2, 1, [1, 0])
 
 
 STEPS = st.lists(
