@@ -9,7 +9,7 @@ import ray
 from ray.serve import metrics
 
 from drafter_service.service import prepare
-from paceline.replica import ModelReplica, ReplicaDeployment
+from paceline.replica import ZONE_LABEL, ModelReplica, ReplicaDeployment
 from paceline.settings import DrafterSettings
 from paceline.telemetry import configure_logging
 
@@ -22,4 +22,5 @@ class DrafterReplica(ReplicaDeployment):
         checked = DrafterSettings(**settings, host=host)
         configure_logging(checked.log_level, service="drafter")
         service = await asyncio.to_thread(prepare, checked)
-        self._replica = await ModelReplica.start(service, pool="drafter", metrics=metrics)
+        zone = str(ray.get_runtime_context().get_node_labels().get(ZONE_LABEL, ""))
+        self._replica = await ModelReplica.start(service, pool="drafter", zone=zone, metrics=metrics)

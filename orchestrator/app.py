@@ -31,8 +31,10 @@ from orchestrator.config import OrchestratorPool, Pool, parse_application
 from orchestrator.ray_directory import RayDirectory
 from orchestrator.scaling import PoolPolicy
 from orchestrator.service import open_generator
+from paceline.errors import PacelineError
 from paceline.generation import DeploymentStatus
 from paceline.metrics_bridge import bridged
+from paceline.replica import ZONE_LABEL
 from paceline.telemetry import configure_logging
 from paceline.v1 import generation_service_pb2 as generation_pb
 from target_service.app import TargetReplica
@@ -63,16 +65,21 @@ class OrchestratorReplica:
     ) -> None:
         settings = OrchestratorPool(service=service).settings()
         configure_logging(settings.log_level, service="orchestrator")
-        node_id = ray.get_runtime_context().get_node_id()
-        targets = RayDirectory(target, "target", PoolBoard(most_room_first, node_id=node_id), is_always_there=True)
+        context = ray.get_runtime_context()
+        here: dict[str, Any] = {
+            "node_id": context.get_node_id(),
+            "zone": str(context.get_node_labels().get(ZONE_LABEL, "")),
+        }
+        targets = RayDirectory(target, "target", PoolBoard(most_room_first, **here), is_always_there=True)
         drafters = None
         if drafter is not None:
-            board = PoolBoard(nearest_first, node_id=node_id)
+            board = PoolBoard(nearest_first, **here)
             drafters = RayDirectory(drafter, "drafter", board, is_always_there=has_drafters_always)
         registry = CollectorRegistry()
+        self._is_broken = False
         self._resources = AsyncExitStack()
         self._generator = await self._resources.enter_async_context(
-            open_generator(settings, targets=targets, drafters=drafters, registry=registry)
+            open_generator(settings, targets=targets, drafters=drafters, on_broken=self._on_broken, registry=registry)
         )
         await self._resources.enter_async_context(bridged(registry, metrics, labels={"service": "orchestrator"}))
 
@@ -105,6 +112,13 @@ class OrchestratorReplica:
         async with aclosing(api.ingress_watch(self._generator, request)) as responses:
             async for response in responses:
                 yield response
+
+    def check_health(self) -> None:
+        if self._is_broken:
+            raise PacelineError("The connections of this orchestrator broke; the log says where.")
+
+    def _on_broken(self) -> None:
+        self._is_broken = True
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._generator.scaling_figures()

@@ -57,15 +57,15 @@ def _replica_of(running: RunningReplica) -> Replica | None:
         running.replica_id.unique_id,
         running.replica_metadata,
         node_id=running.node_id,
-        zone=running.availability_zone,
     )
 
 
-def _from_metadata(replica_id: str, metadata: Mapping[str, Any], *, node_id: str, zone: str | None) -> Replica | None:
+def _from_metadata(replica_id: str, metadata: Mapping[str, Any], *, node_id: str) -> Replica | None:
     address = metadata.get("grpc_address")
     if not isinstance(address, str):
         return None
-    return Replica(replica_id=replica_id, address=address, node_id=node_id, zone=zone or "")
+    # Serve knows of no zones by itself.
+    return Replica(replica_id=replica_id, address=address, node_id=node_id, zone=str(metadata.get("zone", "")))
 
 
 class RayLease:
@@ -186,15 +186,19 @@ class RayDirectory:
             selection.replica_id,
             selection.replica_metadata,
             node_id=selection.node_id,
-            zone=selection.availability_zone,
         )
         assert replica is not None, "the router offers replicas with an address only"
         return RayLease(replica, stream, on_lost)
 
     async def _wake_router(self) -> None:
         """Handles are lazy: without a first call nobody hears of members."""
-        async with self._handle.choose_replica("wake"):
-            pass
+        while True:
+            try:
+                async with self._handle.choose_replica("wake"):
+                    return
+            except (RayError, RayServeException) as error:
+                logger.info("no first look at a pool", pool=self._pool, why=type(error).__name__)
+                await asyncio.sleep(_RETRY_S)
 
     def _give_back(self, acquiring: asyncio.Task[RayLease]) -> None:
         self._late.discard(acquiring)

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.serve import metrics
 
-from paceline.replica import ModelReplica, ReplicaDeployment
+from paceline.replica import ZONE_LABEL, ModelReplica, ReplicaDeployment
 from paceline.settings import TargetSettings
 from paceline.telemetry import configure_logging
 from target_service.service import prepare
@@ -22,4 +22,5 @@ class TargetReplica(ReplicaDeployment):
         checked = TargetSettings(**settings, host=host)
         configure_logging(checked.log_level, service="target")
         service = await asyncio.to_thread(prepare, checked)
-        self._replica = await ModelReplica.start(service, pool="target", metrics=metrics)
+        zone = str(ray.get_runtime_context().get_node_labels().get(ZONE_LABEL, ""))
+        self._replica = await ModelReplica.start(service, pool="target", zone=zone, metrics=metrics)

@@ -22,6 +22,9 @@ from paceline.types import ModelInfo
 logger = structlog.get_logger(__name__)
 
 PROTOCOL = "paceline.v1"
+ZONE_LABEL = (
+    "ray.io/availability-zone"  # of a node; set by KubeRay from the node's topology, or by `ray start --labels`
+)
 _CUT_OFF_LIMIT_S = 2.0
 
 
@@ -74,12 +77,13 @@ class ModelReplica:
         pool: str,
         metrics: MetricsSystem | None,
         advertised_host: str | None,
+        zone: str,
         step_limit_s: float,
         stop_margin_s: float,
     ) -> None:
         """Begins to run the service; `start` also waits until it serves."""
         self.leases = 0
-        self._service, self._pool, self._advertised_host = service, pool, advertised_host
+        self._service, self._pool, self._zone, self._advertised_host = service, pool, zone, advertised_host
         self._step_limit_s, self._stop_limit_s = step_limit_s, service.drain_s + stop_margin_s
         self._leaving = asyncio.Event()
         self._lifetime = Lifetime()
@@ -94,6 +98,7 @@ class ModelReplica:
         pool: str,
         metrics: MetricsSystem | None = None,
         advertised_host: str | None = None,
+        zone: str = "",
         start_limit_s: float = 60.0,
         step_limit_s: float = 300.0,
         stop_margin_s: float = 5.0,
@@ -101,7 +106,8 @@ class ModelReplica:
         """Run a prepared service on this event loop and wait until it serves.
 
         While it runs its metrics are copied to `metrics`, if given, with the pool's name as the label `service`.
-        `advertised_host` is the host that others reach it by, if that is not the one it listens on (0.0.0.0). A model
+        `advertised_host` is the host that others reach it by, if that is not the one it listens on (0.0.0.0); `zone` is
+        where it runs, among places that are near one another. A model
         step longer than `step_limit_s` counts as a hang; `stop` takes the service's own time to drain and at most
         `stop_margin_s` more. Raises `StartupFailed` if the service ends instead, or is not ready in time.
         """
@@ -110,6 +116,7 @@ class ModelReplica:
             pool=pool,
             metrics=metrics,
             advertised_host=advertised_host,
+            zone=zone,
             step_limit_s=step_limit_s,
             stop_margin_s=stop_margin_s,
         )
@@ -135,6 +142,7 @@ class ModelReplica:
         return {
             "grpc_address": self.address,
             "pool": self._pool,
+            "zone": self._zone,
             "model_id": info.model_id,
             "tokenizer_sha256": info.tokenizer_sha256,
             "incarnation": info.incarnation,

@@ -40,7 +40,8 @@ ANSWER_LIMIT_S = 120.0
 
 @pytest.fixture(scope="module")
 def endpoint(tiny_model: Path) -> Iterator[str]:
-    with deployed(tiny_application(tiny_model), is_simulated=True) as application:
+    spread = {"max_replicas_per_node": 1}
+    with deployed(tiny_application(tiny_model, drafter=spread), is_simulated=True) as application:
         yield application.grpc_endpoint
 
 
@@ -123,12 +124,13 @@ def labels_by_node() -> dict[str, dict[str, str]]:
 
 
 async def test_replicas_land_where_their_pool_belongs(client: GenerationClient) -> None:
-    """Targets on the target's node, drafters on the drafter's, the orchestrator with the targets."""
+    """Targets on the target's node, drafters spread over those of drafters, the orchestrator with the targets."""
     labels = labels_by_node()
     status = await client.pool_status()
     for pool, wanted in (("target", TARGET_LABELS), ("drafter", DRAFTER_LABELS)):
         replicas = next(entry.replicas for entry in status.pools if entry.name == pool)
         assert len(replicas) == 2
+        assert len({replica.node_id for replica in replicas}) == (2 if pool == "drafter" else 1)
         for replica in replicas:
             assert wanted.items() <= labels[replica.node_id].items(), (pool, replica)
     assert TARGET_LABELS.items() <= labels[status.orchestrator.node_id].items()

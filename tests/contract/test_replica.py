@@ -94,6 +94,7 @@ async def test_replica_serves_where_it_says() -> None:
         assert metadata == {
             "grpc_address": replica.address,
             "pool": "target",
+            "zone": "",
             "model_id": "fake",
             "tokenizer_sha256": "",
             "incarnation": "1",
