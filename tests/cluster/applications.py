@@ -58,7 +58,7 @@ def tiny_application(
             "orchestrator": {
                 **pool,
                 "replicas": {"min": 1, "max": 1, **_PATIENCE},
-                "service": {"failover_timeout_s": 60, **(orchestrator_service or {})},
+                "service": {"failover_timeout_s": 180, **(orchestrator_service or {})},
                 **(orchestrator or {}),
             },
         },

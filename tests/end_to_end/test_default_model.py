@@ -98,7 +98,14 @@ async def compare(expected: Expected, drafter: str, runs: Sequence[tuple[int, Ce
     assert drafted > 0, "the comparison is empty if nothing was drafted"
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "target as drafter", "noisy drafter"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param("ngram", marks=pytest.mark.slow),
+        pytest.param("target as drafter", marks=pytest.mark.slow),
+        "noisy drafter",
+    ],
+)
 async def test_default_model_equals_generate_through_three_processes(expected: Expected, drafter: str) -> None:
     """Eight prompts, each through one of the eight cells."""
     await compare(expected, drafter, list(enumerate(CELLS)), max_tokens=10)

@@ -66,7 +66,7 @@ async def answer_with_fault(
     return await asyncio.gather(*answers, return_exceptions=True)
 
 
-@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("loss", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_answers_complete_unchanged_when_the_drafter_is_lost(stack: LocalStack, loss: signal.Signals) -> None:
     """50 answers under way, the drafter is killed, or hangs: all complete, with the text of plain decoding."""
     drafter = pid_of(stack, "drafter")

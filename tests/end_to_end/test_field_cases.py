@@ -35,7 +35,7 @@ VOCAB_SIZE = 320
 async def noisy(tiny_target: Path) -> AsyncIterator[System]:
     """A target and a noisy copy of it as drafter."""
     drafter = systems.draft_model(tiny_target, logit_noise=systems.NOISE)
-    async with system(systems.target(tiny_target), drafter, str(tiny_target)) as running:
+    async with system(systems.target(tiny_target), drafter, str(tiny_target), draft_deadline_s=60) as running:
         yield running
 
 

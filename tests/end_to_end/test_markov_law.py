@@ -117,7 +117,7 @@ def mixed_law(share_of_drafter: float) -> Tensor:  # [last token, next token]
     return mixed / mixed.sum(dim=1, keepdim=True)
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "pipelined"])
+@pytest.mark.parametrize("schedule", [pytest.param("sequential", marks=pytest.mark.slow), "pipelined"])
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 def test_running_system_has_the_law_of_the_target(stack: LocalStack, tmp_path: Path, rule: str, schedule: str) -> None:
     """6,400 tokens through command line, wire and three processes."""
