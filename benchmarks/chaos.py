@@ -134,7 +134,7 @@ async def _keep_killing(
     """Kill a random replica of the pool at each tick; where the pool is not whole again by then, as soon as it is."""
     while True:
         await asyncio.sleep(every_s)
-        while len(addresses := await _connected_addresses(client, pool)) < REPLICAS:
+        while len(addresses := await _connected_addresses(client, pool)) < REPLICAS:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.5)
         # It may have gone by itself a moment ago.
         with suppress(ProcessLookupError):
