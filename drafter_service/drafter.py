@@ -18,7 +18,7 @@ import structlog
 from paceline.errors import ContextTooLong, LengthMismatch, PacelineError, PayloadInvalid, internal_error
 from paceline.prefix import TokenPrefix
 from paceline.sampling import SparseDistribution
-from paceline.sessions import Address, Close, Event, Held, Open, SessionTable
+from paceline.sessions import Address, Close, Event, Held, Open, PeerGone, SessionTable
 from paceline.types import SessionSpec
 
 logger = structlog.get_logger(__name__)
@@ -78,7 +78,7 @@ class Commit:
     credit: int  # tokens beyond base_length that may be drafted
 
 
-Command = Open | Commit | Close
+Command = Open | Commit | Close | PeerGone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +206,10 @@ class Drafter(Generic[StateT]):
         self._queues: dict[Urgency, dict[str, None]] = {urgency: {} for urgency in Urgency}
 
     def accept(self, command: Command) -> Sequence[DrafterEvent]:
+        if isinstance(command, PeerGone):
+            for orphan in self._sessions.pop_of_peer(command.peer):
+                self._dequeue(orphan)
+            return []
         try:
             match command:
                 case Open():

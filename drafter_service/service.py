@@ -93,7 +93,12 @@ def assemble(
         sessions=sessions,
         outcomes=SpeculationStats(),
         make_servicer=lambda submit, load, metrics: DrafterServicer(
-            info, submit=submit, load=load, metrics=metrics, heartbeat_s=settings.heartbeat_s
+            info,
+            submit=submit,
+            load=load,
+            metrics=metrics,
+            heartbeat_s=settings.heartbeat_s,
+            orphan_grace_s=settings.orphan_grace_s,
         ),
         register=add_DrafterServiceServicer_to_server,
     )

@@ -8,7 +8,7 @@ from drafter_service.drafter import Command, Commit, Drafted, DrafterEvent
 from paceline.errors import PacelineError, PayloadInvalid
 from paceline.packing import pack_distribution
 from paceline.rpc import Context, mapped_errors
-from paceline.sessions import Address, Close, Open
+from paceline.sessions import Address, Close, Open, PeerGone
 from paceline.streams import PeerStreams
 from paceline.telemetry import ServiceMetrics
 from paceline.types import MAX_CREDIT, MAX_DRAFT_LENGTH, Draft, ModelInfo, Proposal
@@ -37,6 +37,7 @@ class DrafterServicer(drafter_grpc.DrafterServiceServicer):
         load: Callable[[], session_pb.LoadReport],
         metrics: ServiceMetrics,
         heartbeat_s: float,
+        orphan_grace_s: float,
     ) -> None:
         self._info, self._submit, self._metrics = info, submit, metrics
         self.streams = PeerStreams[drafter_pb.DrafterCommand, drafter_pb.DrafterEvent](
@@ -44,6 +45,8 @@ class DrafterServicer(drafter_grpc.DrafterServiceServicer):
             failed=_failed_event,
             heartbeat=lambda: drafter_pb.DrafterEvent(load=load()),
             heartbeat_s=heartbeat_s,
+            on_peer_gone=lambda peer: submit(PeerGone(peer)),
+            orphan_grace_s=orphan_grace_s,
         )
 
     async def GetDrafterInfo(  # noqa: N802 - the name is the contract's

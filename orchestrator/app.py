@@ -47,7 +47,7 @@ _SHUTDOWN_POLL_S = 0.5
 _ORCHESTRATOR_DEFAULTS = {
     "threads": 1,
     "connect_timeout_s": 3600.0,
-    "failover_timeout_s": 60.0,
+    "failover_timeout_s": 300.0,
     "drafter_timeout_s": 1.0,
 }
 
@@ -183,7 +183,7 @@ def _deployment(replica_type: type[Any], name: str, pool: Pool) -> serve.Deploym
             "min_replicas": replicas.min,
             "max_replicas": replicas.max,
             "initial_replicas": replicas.initial,
-            "target_ongoing_requests": replicas.sessions_per_replica,
+            "target_ongoing_requests": min(replicas.sessions_per_replica, max_sessions),
             "upscale_delay_s": replicas.upscale_delay_s,
             "downscale_delay_s": replicas.downscale_delay_s,
             "downscale_to_zero_delay_s": replicas.downscale_to_zero_delay_s,

@@ -43,6 +43,9 @@ class Load:
     stale_items: int = 0
 
 
+_KV_PARTS = 32
+
+
 class Link(StrEnum):
     """How the orchestrator stands with a replica."""
 
@@ -85,6 +88,13 @@ class Standing:
         return self.load.kv_capacity_tokens - self.load.kv_used_tokens - self.placed_tokens
 
     @property
+    def free_kv_parts(self) -> float:
+        """Free KV memory in whole thirty-seconds of all there is, rounded up."""
+        if not self.load.kv_capacity_tokens:
+            return math.inf
+        return math.ceil(_KV_PARTS * self.free_kv_tokens / self.load.kv_capacity_tokens)
+
+    @property
     def is_full(self) -> bool:
         is_at_limit = 0 < self.load.max_sessions <= self.sessions
         return self.is_refusing or is_at_limit or self.free_kv_tokens <= 0
@@ -106,8 +116,12 @@ Order = Callable[[Standing, Distance], Rank]
 
 
 def most_room_first(standing: Standing, distance: Distance) -> Rank:
-    """Targets: most free KV memory, then fewest sessions, then nearest."""
-    return (-standing.free_kv_tokens, standing.sessions, distance)
+    """Targets: most free KV memory, then fewest sessions, then nearest.
+
+    Memory is compared in thirty-seconds of a replica's: what is known of it may be a second old, and a difference of a
+    few ended answers says less than who has fewer sessions.
+    """
+    return (-standing.free_kv_parts, standing.sessions, distance)
 
 
 def nearest_first(standing: Standing, distance: Distance) -> Rank:

@@ -197,7 +197,10 @@ def _has_gpu() -> bool:
 
 def _refuse_taken_ports(file: ServeFile) -> None:
     """Say so at once: Serve's proxies would only log it."""
-    for port, option in ((file.grpc_options.port, "grpc_options.port"), (file.http_options.port, "http_options.port")):
+    for port, option in (
+        (file.grpc_options.port, "grpc_options.port, or --port"),
+        (file.http_options.port, "http_options.port"),
+    ):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -205,7 +208,7 @@ def _refuse_taken_ports(file: ServeFile) -> None:
             except OSError as error:
                 raise StartupFailed(
                     f"Port {port} on {LOOPBACK} is taken ({error.strerror}): is Paceline running already? Stop it, or "
-                    f"choose another {option} or --port."
+                    f"choose another {option}."
                 ) from error
 
 

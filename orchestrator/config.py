@@ -8,13 +8,23 @@ Knows nothing of Ray.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from orchestrator.scaling import ScalingRules
 from paceline.errors import PacelineError
@@ -30,6 +40,10 @@ TARGET_LABELS = {"paceline.pool": "target"}
 DRAFTER_LABELS = {"paceline.pool": "drafter"}
 
 
+# Of node labels and their values.
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?")
+
+
 class ConfigInvalid(PacelineError):
     """The configuration holds something that cannot be honoured."""
 
@@ -37,7 +51,7 @@ class ConfigInvalid(PacelineError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,9 +61,9 @@ class _Section(BaseModel):
 class Replicas(_Section):
     """How many replicas a pool has, and what its autoscaler aims at."""
 
-    min: int = Field(default=1, ge=0)
-    max: int = Field(default=1, ge=1)
-    initial: int | None = Field(default=None, ge=0)
+    min: int = Field(default=1, ge=0, strict=True)
+    max: int = Field(default=1, ge=1, strict=True)
+    initial: int | None = Field(default=None, ge=0, strict=True)
     sessions_per_replica: PositiveFloat = 16  # leased sessions that one replica is meant to carry
     upscale_delay_s: float = Field(default=10.0, ge=0)
     downscale_delay_s: float = Field(default=300.0, ge=0)
@@ -89,6 +103,28 @@ class Pool(_Section):
     health_check_period_s: PositiveFloat = 5.0
     health_check_timeout_s: PositiveFloat = 15.0
 
+    @field_validator("labels", "prefers", check_fields=False)
+    @classmethod
+    def _labels_are_valid(cls, value: dict[str, str]) -> dict[str, str]:
+        for text in (*value, *value.values()):
+            if not _LABEL.fullmatch(text):
+                raise ValueError(f"{text!r} is no label: letters, digits, dots, dashes and underscores, at most 63")
+        return value
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _share_or_whole(cls, value: float) -> float:
+        if value > 1 and value != int(value):
+            raise ValueError("a replica takes a share of one GPU, or whole ones")
+        return value
+
+    @model_validator(mode="after")
+    def _can_carry_its_sessions(self) -> Self:
+        aim, most = self.replicas.sessions_per_replica, self.settings().max_sessions
+        if "sessions_per_replica" in self.replicas.model_fields_set and aim > most:
+            raise ValueError(f"replicas.sessions_per_replica {aim:g} is more than service.max_sessions {most}")
+        return self
+
     @field_validator("service")
     @classmethod
     def _service_is_valid(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +142,15 @@ class Pool(_Section):
         return self.settings_type(**{**self.placeholders, **self.service, **decided})
 
 
+def _never_none(replicas: Replicas) -> Replicas:
+    if replicas.min < 1:
+        raise ValueError("min must be at least 1: without one of these nothing answers")
+    return replicas
+
+
 class TargetPool(Pool):
     settings_type = TargetSettings
+    replicas: Annotated[Replicas, AfterValidator(_never_none)] = Replicas()
     labels: dict[str, str] = Field(default_factory=lambda: dict(TARGET_LABELS))
 
 
@@ -122,6 +165,7 @@ class OrchestratorPool(Pool):
     settings_type = OrchestratorSettings
     owned_settings = Pool.owned_settings | {"target", "drafter"}
     placeholders = {"target": "found by Serve"}
+    replicas: Annotated[Replicas, AfterValidator(_never_none)] = Replicas()
     prefers: dict[str, str] = Field(default_factory=lambda: dict(TARGET_LABELS))
 
 
@@ -165,6 +209,13 @@ class GrpcOptions(_Section):
     request_timeout_s: float | None = None
     enable_reflection: bool = False
 
+    @field_validator("grpc_servicer_functions")
+    @classmethod
+    def _are_ours(cls, value: list[str]) -> list[str]:
+        if set(value) != set(SERVICER_FUNCTIONS):
+            raise ValueError(f"must be {' and '.join(SERVICER_FUNCTIONS)}, which the ingress serves; leave it out")
+        return value
+
 
 class ScalingPolicy(_Section):
     """One policy for the pools together, instead of one for each deployment."""
@@ -184,8 +235,8 @@ class ScalingPolicy(_Section):
 
 
 class ServeApplication(_Section):
-    name: str = "paceline"
-    route_prefix: str = "/"
+    name: str = Field(default="paceline", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    route_prefix: str = Field(default="/", pattern=r"^/")
     import_path: Literal["orchestrator.app:build"]
     runtime_env: dict[str, Any] = Field(default_factory=dict)
     autoscaling_policy: ScalingPolicy | None = None
@@ -201,6 +252,14 @@ class ServeFile(_Section):
     logging_config: dict[str, Any] | None = None
     controller_options: dict[str, Any] | None = None
     applications: list[ServeApplication] = Field(min_length=1, max_length=1)
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.grpc_options.port == self.http_options.port:
+            raise ValueError(
+                f"grpc_options.port and http_options.port are both {self.grpc_options.port}; they must differ"
+            )
+        return self
 
     @property
     def application(self) -> Application:
@@ -218,7 +277,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigInvalid(f"{path} cannot be read ({error.strerror}); name a configuration file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigInvalid(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         raise ConfigInvalid(f"{path} holds no configuration; deploy/serve has examples.")

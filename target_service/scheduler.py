@@ -15,7 +15,7 @@ from typing import Generic
 import structlog
 
 from paceline.errors import DeadlineExceeded, PacelineError, QueueFull, internal_error
-from paceline.sessions import Address, Close, Event, Open, SessionTable
+from paceline.sessions import Address, Close, Event, Open, PeerGone, SessionTable
 from paceline.types import VerdictRows
 from target_service.verifier import CacheT, DraftToJudge, TargetSession, Verifier
 
@@ -32,7 +32,7 @@ class Judge:
     deadline_s: float | None  # time.monotonic(); work that is late already is not begun
 
 
-Command = Open | Judge | Close
+Command = Open | Judge | Close | PeerGone
 
 MAX_QUEUED = 16_384  # drafts that wait to be judged
 TargetEvent = Event[VerdictRows]
@@ -52,6 +52,9 @@ class Scheduler(Generic[CacheT]):
         self._queue: deque[Judge] = deque()
 
     def accept(self, command: Command) -> Sequence[TargetEvent]:
+        if isinstance(command, PeerGone):
+            self._sessions.pop_of_peer(command.peer)
+            return []
         try:
             match command:
                 case Open():

@@ -54,7 +54,12 @@ def assemble(settings: TargetSettings, model: Model[CacheT], info: ModelInfo) ->
         sessions=sessions,
         outcomes=verifier.outcomes,
         make_servicer=lambda submit, load, metrics: TargetServicer(
-            info, submit=submit, load=load, metrics=metrics, heartbeat_s=settings.heartbeat_s
+            info,
+            submit=submit,
+            load=load,
+            metrics=metrics,
+            heartbeat_s=settings.heartbeat_s,
+            orphan_grace_s=settings.orphan_grace_s,
         ),
         register=add_TargetServiceServicer_to_server,
     )

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from paceline.errors import PacelineError, PayloadInvalid
 from paceline.packing import unpack_distribution
 from paceline.rpc import Context, mapped_errors
-from paceline.sessions import Address, Close, Open
+from paceline.sessions import Address, Close, Open, PeerGone
 from paceline.streams import PeerStreams
 from paceline.telemetry import ServiceMetrics
 from paceline.types import MAX_DRAFT_LENGTH, ModelInfo, SessionSpec
@@ -38,6 +38,7 @@ class TargetServicer(target_grpc.TargetServiceServicer):
         load: Callable[[], session_pb.LoadReport],
         metrics: ServiceMetrics,
         heartbeat_s: float,
+        orphan_grace_s: float,
     ) -> None:
         self._info, self._submit, self._metrics = info, submit, metrics
         self.streams = PeerStreams[target_pb.TargetCommand, target_pb.TargetEvent](
@@ -45,6 +46,8 @@ class TargetServicer(target_grpc.TargetServiceServicer):
             failed=_failed_event,
             heartbeat=lambda: target_pb.TargetEvent(load=load()),
             heartbeat_s=heartbeat_s,
+            on_peer_gone=lambda peer: submit(PeerGone(peer)),
+            orphan_grace_s=orphan_grace_s,
         )
 
     async def GetTargetInfo(  # noqa: N802 - the name is the contract's

@@ -47,6 +47,13 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerGone:
+    """Let go of the sessions that still belong to a stream which has ended for good."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Event(Generic[OutcomeT]):
     """What one session's peer hears: a result, or why the session cannot go on here."""
 
@@ -184,6 +191,14 @@ class SessionTable(Generic[StateT]):
             self._remember_ending(held.address)
             expired.append(held)
         return expired
+
+    def pop_of_peer(self, peer: int) -> list[Held[StateT]]:
+        """Remove and return the sessions that a stream opened last; one that was opened again elsewhere stays."""
+        orphans = [held for held in self._sessions.values() if held.address.peer == peer]
+        for held in orphans:
+            self._remove(held)
+            self._remember_ending(held.address)
+        return orphans
 
     def _require_a_place(self) -> None:
         if self.is_draining:

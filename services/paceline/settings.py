@@ -48,6 +48,9 @@ class ModelServiceSettings(ServiceSettings):
     dtype: Dtype = Field("auto", description="Arithmetic of the model; auto measures which is faster here.")
     device: str = Field("auto", description="cpu, cuda, cuda:0, ...; auto takes a GPU if there is one.")
     cache_dir: Path | None = Field(None, description="Where converted models are kept.")
+    orphan_grace_s: float = Field(
+        default=5.0, ge=0, description="Seconds that the sessions of an orchestrator outlive its connection."
+    )
     session_idle_ttl_s: float = Field(120.0, gt=0, description="Seconds after which an unused session is forgotten.")
     kv_budget_tokens: int = Field(
         0, ge=0, description="Cached tokens up to which sessions are taken; 0 takes max_sessions whole contexts."

@@ -43,10 +43,16 @@ class PeerStreams(Generic[AddressedT, EventT]):
         failed: Callable[[Address, PacelineError], EventT],
         heartbeat: Callable[[], EventT],
         heartbeat_s: float,
+        on_peer_gone: Callable[[int], None],
+        orphan_grace_s: float,
     ) -> None:
-        """`on_item(peer, item)` raises `PacelineError` for a bad item; `failed` makes the event that tells its peer."""
+        """`on_item(peer, item)` raises `PacelineError` for a bad item; `failed` makes the event that tells its peer.
+
+        `on_peer_gone(peer)` is called `orphan_grace_s` behind the end of a peer's stream.
+        """
         self._on_item, self._failed = on_item, failed
         self._heartbeat, self._heartbeat_s = heartbeat, heartbeat_s
+        self._on_peer_gone, self._orphan_grace_s = on_peer_gone, orphan_grace_s
         self._outboxes: dict[int, Outbox[EventT]] = {}
         self._next_peer = 0
 
@@ -80,12 +86,18 @@ class PeerStreams(Generic[AddressedT, EventT]):
                 for item in items:
                     self._accept(peer, item)
         finally:
-            # An ended stream means that the peer is gone, not that its sessions are: they idle out.
+            # An ended stream means that the peer is gone, not that its sessions are: it may come back for them.
             del self._outboxes[peer]
+            asyncio.get_running_loop().call_later(self._orphan_grace_s, self._forget_peer, peer)
             beat.cancel()
             outbox.close()
             with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
                 await writer
+
+    def _forget_peer(self, peer: int) -> None:
+        # A service too busy to hear of it lets the sessions idle out.
+        with suppress(QueueFull):
+            self._on_peer_gone(peer)
 
     def _accept(self, peer: int, item: AddressedT) -> None:
         try:

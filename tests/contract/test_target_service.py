@@ -378,6 +378,20 @@ async def test_session_opened_again_elsewhere_is_taken_from_its_first_stream() -
         assert (await second.load(lambda load: load.stale_items >= 2)).sessions == 2
 
 
+async def test_sessions_of_an_orchestrator_that_is_gone_make_room_for_others() -> None:
+    """Its stream ends without a word, as when it is killed: a while later its session is let go of, another's is not."""
+    async with target(orphan_grace_s=0.05) as service, target_peer(service.address) as stays:
+        await stays.send(opened("b"))
+        async with target_peer(service.address) as leaves:
+            await leaves.send(opened("a"), opened("b", epoch=2))
+            assert (await stays.failure("b")).reason == "STALE_EPOCH"
+            await stays.load(lambda load: load.sessions == 2)
+            await stays.send(opened("b", epoch=3))
+        await stays.load(lambda load: load.sessions == 1)
+        await stays.send(verify("b", epoch=3))
+        await assert_verdict(stays, "b", (3,), base_length=3)
+
+
 async def test_stream_cannot_touch_a_session_of_another_stream() -> None:
     """Items under the right id and epoch from a stream that did not open the session change nothing for its owner."""
     async with target() as service, target_peer(service.address) as owner, target_peer(service.address) as stranger:

@@ -32,6 +32,15 @@ def test_a_pool_is_placed_by_its_label_unless_the_file_says_otherwise() -> None:
     assert application.orchestrator.prefers == TARGET_LABELS
 
 
+def test_a_pool_of_drafters_may_be_empty_and_small_ones_aim_at_what_they_take() -> None:
+    """What is not said fits what is."""
+    application = parse_application(
+        {"target": {"service": {"max_sessions": 2}}, "drafter": {"replicas": {"min": 0, "max": 1}}}
+    )
+    assert application.drafter is not None
+    assert application.drafter.replicas.min == 0
+
+
 def test_the_settings_of_a_service_are_its_own() -> None:
     """`service` takes what the service takes from its command line, and the replica adds what it decides."""
     application = parse_application({"target": {"service": {"model": "m", "max_sessions": 3}}})
@@ -55,6 +64,17 @@ def test_the_settings_of_a_service_are_its_own() -> None:
         ({"target": {"replicas": {"min": 1, "max": 2, "initial": 3}}}, "initial 3 must lie between"),
         ({"target": {"num_gpus": -1}}, "target.num_gpus:"),
         ({"drafter": {}}, "target: Field required"),
+        ({"target": {"replicas": {"min": 0}}}, "without one of these nothing answers"),
+        ({"target": {}, "orchestrator": {"replicas": {"min": 0}}}, "without one of these nothing answers"),
+        ({"target": {"replicas": {"min": "1"}}}, "target.replicas.min:"),
+        ({"target": {"replicas": {"min": True}}}, "target.replicas.min:"),
+        ({"target": {"num_cpus": float("inf")}}, "target.num_cpus:"),
+        ({"target": {"num_gpus": 1.5}}, "a share of one GPU, or whole ones"),
+        ({"target": {"labels": {"paceline.pool": "tar get"}}}, "'tar get' is no label"),
+        (
+            {"target": {"service": {"max_sessions": 4}, "replicas": {"sessions_per_replica": 5}}},
+            "sessions_per_replica 5 is more than service.max_sessions 4",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(args: dict[str, Any], words: str) -> None:
@@ -72,6 +92,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(args: dict[str, Any], words:
         (serve_file(import_path="other:build"), "applications.0.import_path"),
         (serve_file(deployments=[]), "applications.0.deployments is not known here"),
         ({"applications": []}, "applications"),
+        (serve_file(name="a/b"), "applications.0.name"),
+        (serve_file(route_prefix="x"), "applications.0.route_prefix"),
+        ({**serve_file(), "grpc_options": {"port": 8000}}, "are both 8000"),
+        ({**serve_file(), "grpc_options": {"grpc_servicer_functions": ["a.b"]}}, "which the ingress serves"),
         (
             serve_file(
                 autoscaling_policy={"policy_function": "orchestrator.app:PoolPolicy", "policy_kwargs": {"kv_tarjet": 1}}
@@ -95,7 +119,12 @@ def test_a_serve_file_is_checked_as_a_whole(content: dict[str, Any], words: str)
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("applications: [", "is not valid YAML"), ("- 1", "holds no configuration"), ("", "holds no configuration")],
+    [
+        ("applications: [", "is not valid YAML"),
+        ("[" * 5000, "is not valid YAML"),
+        ("- 1", "holds no configuration"),
+        ("", "holds no configuration"),
+    ],
 )
 def test_a_file_that_is_no_configuration_says_so(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "paceline.yaml"

@@ -41,7 +41,7 @@ from paceline.errors import (
 from paceline.generation import Schedule
 from paceline.prefix import TokenPrefix
 from paceline.sampling import DistributionUnusable
-from paceline.sessions import Address, Close, Open, SessionTable
+from paceline.sessions import Address, Close, Open, PeerGone, SessionTable
 from paceline.types import Draft, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 from tests.fakes import (
     CountingOutput,
@@ -676,6 +676,16 @@ def test_idle_sessions_are_forgotten_with_their_work() -> None:
     assert [event.address for event in service.work()] == [A]
 
 
+def test_sessions_of_a_peer_that_is_gone_are_let_go_with_their_work() -> None:
+    """Theirs alone: nothing is drafted for them any more."""
+    service = Service(CountingMethod())
+    stranger = Address(9, "stranger", 1)
+    service.tell(opening(A), opening(stranger), commit(A), commit(stranger))
+    assert service.tell(PeerGone(A.peer)) == []
+    assert [held.address for held in service.sessions] == [stranger]
+    assert {event.address for event in service.work()} == {stranger}
+
+
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
@@ -747,7 +757,7 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(
     alone = Service(CountingMethod(max_context=10, tokens_a_step=tokens_a_step))
     for each in (service, alone):
         each.tell(opening(A), commit(A, 4, (9,), draft_length=2, credit=5))
-    named = {command.address for command in history if not isinstance(command, str)} | {A}
+    named = {command.address for command in history if not isinstance(command, str | PeerGone)} | {A}
     for action in history:
         if not isinstance(action, str):
             service.tell(action)

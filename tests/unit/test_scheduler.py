@@ -18,7 +18,7 @@ from paceline.errors import (
     SessionNotFound,
     StaleEpoch,
 )
-from paceline.sessions import Address, Close, Open, SessionTable
+from paceline.sessions import Address, Close, Open, PeerGone, SessionTable
 from paceline.types import Row, VerdictRows, VerificationRule
 from target_service import scheduler
 from target_service.scheduler import Command, Judge, Scheduler, TargetEvent
@@ -259,6 +259,18 @@ def test_idle_sessions_are_forgotten() -> None:
     assert isinstance(event.outcome, SessionNotFound)
 
 
+def test_sessions_of_a_peer_that_is_gone_are_let_go() -> None:
+    """Theirs alone; one that was opened again by another stream stays, and what still comes for the others is not found."""
+    service = Service()
+    moved = Address(A.peer, "moved", 1)
+    service.tell(opening(A), opening(moved), opening(Address(9, "moved", 2)))
+    assert service.tell(PeerGone(A.peer)) == []
+    assert [held.address.peer for held in service.sessions] == [9]
+    service.tell(judge(A))
+    (event,) = service.work()
+    assert isinstance(event.outcome, SessionNotFound)
+
+
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +337,7 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(history: list[Comma
     one token and a drain, while a well-behaved session goes on: only typed errors, each for a session that was named,
     verdicts of the good one as if alone, and at any moment the right count of tokens held, which ends at 0."""
     service = Service(max_sessions=3, logits=faulty_logits)
-    named = {command.address for command in history if not isinstance(command, str)} | {A}
+    named = {command.address for command in history if not isinstance(command, str | PeerGone)} | {A}
     committed: tuple[int, ...] = PROMPT
     pending = False
     service.tell(opening(A))

@@ -314,6 +314,7 @@ class TargetDoor:
             load=session_pb.LoadReport,
             metrics=ServiceMetrics(CollectorRegistry()),
             heartbeat_s=1000.0,
+            orphan_grace_s=1000.0,
         )
 
     def serve(self, items: Sequence[target_pb.TargetCommand]) -> list[target_pb.TargetEvent]:
@@ -332,6 +333,7 @@ class DrafterDoor:
             load=session_pb.LoadReport,
             metrics=ServiceMetrics(CollectorRegistry()),
             heartbeat_s=1000.0,
+            orphan_grace_s=1000.0,
         )
 
     def serve(self, items: Sequence[drafter_pb.DrafterCommand]) -> list[drafter_pb.DrafterEvent]:
@@ -416,7 +418,7 @@ def test_a_bad_item_fails_its_session_at_the_target_and_no_other(item: target_pb
     assert (event.session_id, event.epoch, event.failed.reason) == ("bad", 3, "PAYLOAD_INVALID")
     assert event.failed.message.endswith(".")
     assert [type(command) for command in door.submitted] == [Open, Judge]
-    assert {command.address for command in door.submitted} == {Address(0, "good", 3)}
+    assert {getattr(command, "address", None) for command in door.submitted} == {Address(0, "good", 3)}
 
 
 @pytest.mark.parametrize("item", BAD_DRAFTER_ITEMS.values(), ids=BAD_DRAFTER_ITEMS)
@@ -427,7 +429,7 @@ def test_a_bad_item_fails_its_session_at_the_drafter_and_no_other(item: drafter_
     (event,) = door.serve([good[0], item, good[1]])
     assert (event.session_id, event.epoch, event.failed.reason) == ("bad", 3, "PAYLOAD_INVALID")
     assert [type(command) for command in door.submitted] == [Open, Commit]
-    assert {command.address for command in door.submitted} == {Address(0, "good", 3)}
+    assert {getattr(command, "address", None) for command in door.submitted} == {Address(0, "good", 3)}
 
 
 @pytest.mark.parametrize("claimed", [VOCAB_SIZE + 1, 2**32 - 1])
