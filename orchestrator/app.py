@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ __all__ = ["PoolPolicy", "build"]
 
 _PLACES_BEYOND_SESSIONS = 16  # for status and health calls while every session's place is taken
 _SHUTDOWN_POLL_S = 0.5
+_CONTROLLER_TIMEOUT_S = 2.0
 # Under a control plane a lost target is started again: it is worth waiting for. Large models load for minutes.
 _ORCHESTRATOR_DEFAULTS = {
     "threads": 1,
@@ -98,7 +99,11 @@ class OrchestratorReplica:
     async def GetPoolStatus(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetPoolStatusRequest, grpc_context: RayServegRPCContext
     ) -> generation_pb.GetPoolStatusResponse:
-        wanted = await asyncio.to_thread(_wanted_replicas)
+        wanted: Mapping[str, int] = {}
+        # Who asks while Serve's controller is away wants to know all the rest.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CONTROLLER_TIMEOUT_S):
+                wanted = await asyncio.to_thread(_wanted_replicas)
         return await api.ingress_get_pool_status(
             self._generator, grpc_context, annotate=lambda status: _annotated(status, wanted)
         )
