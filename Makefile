@@ -6,7 +6,7 @@ SHELL := bash
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Two processes share the tests: the longest group, those on a Ray cluster, comes first and keeps one of them busy.
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS := -n 2 --no-loadscope-reorder
 PROTO := $(sort $(wildcard proto/paceline/v1/*.proto))
 BENCHMARKS := $(sort $(wildcard benchmarks/[!_]*.py))
 
