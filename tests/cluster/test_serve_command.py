@@ -26,6 +26,16 @@ from tests.cluster.applications import tiny_application
 START_LIMIT_S = 180.0  # far above what it takes
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """A shell's background jobs ignore Ctrl-C, and so would whatever they start."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def file(tiny_model: Path, tmp_path: Path) -> Path:
     """One target, one drafter, one orchestrator on one node, without labels."""

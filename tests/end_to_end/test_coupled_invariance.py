@@ -54,7 +54,7 @@ async def plain_texts(tiny_target: Path) -> list[tuple[tuple[int, ...], str]]:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "target as drafter", "noisy drafter"])
-@pytest.mark.parametrize("schedule", [Schedule.SEQUENTIAL, Schedule.PIPELINED])
+@pytest.mark.parametrize("schedule", [pytest.param(Schedule.SEQUENTIAL, marks=pytest.mark.slow), Schedule.PIPELINED])
 async def test_drafter_schedule_and_draft_length_change_nothing(
     tiny_target: Path, plain_texts: list[tuple[tuple[int, ...], str]], drafter: str, schedule: Schedule
 ) -> None:
