@@ -13,8 +13,10 @@ from paceline.cli.held_signals import HeldSignals
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Whatever a test does, the next one begins with the usual handlers."""
+    """Whatever came before and whatever a test does, each begins with the handlers that Python starts with."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
