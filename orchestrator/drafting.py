@@ -30,7 +30,7 @@ class NoDrafts:
 
 
 class Remote(Protocol):
-    """The session at the drafter service (`clients.RemoteDrafts`)."""
+    """The session at the drafter service (`remote_drafts.RemoteDrafts`)."""
 
     def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None: ...
 

@@ -86,11 +86,6 @@ class RemoteDrafts:
         self._asking: asyncio.TimerHandle | None = None
 
     @property
-    def is_available(self) -> bool:
-        """Whether the drafter holds this session, so that its silence means something."""
-        return self._is_open
-
-    @property
     def wants_drafts(self) -> bool:
         """Whether any drafter could serve this session."""
         return not self._given_up
