@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import metrics
-from ray.serve._private.common import ReplicaState
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.grpc_util import RayServegRPCContext
@@ -139,7 +138,7 @@ def _wanted_replicas() -> dict[str, int]:
     except (RayError, RayServeException, KeyError):
         return {}
     return {
-        name.lower(): sum(count for state, count in status.replica_states.items() if state != ReplicaState.STOPPING)
+        name.lower(): sum(count for state, count in status.replica_states.items() if state != "STOPPING")
         for name, status in deployments.items()
     }
 

@@ -20,7 +20,6 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve._private.api import serve_start
-from ray.serve._private.common import ReplicaState
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
@@ -231,7 +230,7 @@ def _await_running(file: ServeFile, timeout_s: float, on_progress: Progress) -> 
         application = serve.status().applications.get(name)
         if application is not None:
             running = {
-                deployment: status.replica_states.get(ReplicaState.RUNNING, 0)
+                deployment: sum(count for state, count in status.replica_states.items() if state == "RUNNING")
                 for deployment, status in application.deployments.items()
             }
             if application.status == ApplicationStatus.RUNNING:
