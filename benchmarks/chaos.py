@@ -30,7 +30,6 @@ from tests.checkpoints import save_tiny_checkpoint
 from tests.cluster.applications import kill_process_at, tiny_application
 
 SESSIONS = 8  # at any time
-REPLICAS = 2  # of each pool
 REQUESTS = 16  # different ones, asked again and again
 MAX_TOKENS = 150
 ANSWER_LIMIT_S = 300.0
@@ -93,8 +92,8 @@ async def run_chaos(
 
         generator = random.Random(seed)
         killers = [
-            asyncio.ensure_future(_keep_killing(client, pool, every_s, generator, outcome))
-            for pool, every_s in (("drafter", drafter_every_s), ("target", target_every_s))
+            asyncio.ensure_future(_keep_killing(client, pool, every_s, least, generator, outcome))
+            for pool, every_s, least in (("drafter", drafter_every_s, 1), ("target", target_every_s, 2))
         ]
         try:
             await asyncio.gather(*(keep_asking() for _ in range(SESSIONS)))
@@ -129,12 +128,12 @@ async def _undisturbed(client: GenerationClient) -> tuple[list[Completion], list
 
 
 async def _keep_killing(
-    client: GenerationClient, pool: str, every_s: float, generator: random.Random, outcome: ChaosOutcome
+    client: GenerationClient, pool: str, every_s: float, least: int, generator: random.Random, outcome: ChaosOutcome
 ) -> None:
-    """Kill a random replica of the pool at each tick; where the pool is not whole again by then, as soon as it is."""
+    """Kill a random replica of the pool at each tick, or as soon behind it as at least so many are connected."""
     while True:
         await asyncio.sleep(every_s)
-        while len(addresses := await _connected_addresses(client, pool)) < REPLICAS:  # noqa: ASYNC110 - nobody tells
+        while len(addresses := await _connected_addresses(client, pool)) < least:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.5)
         # It may have gone by itself a moment ago.
         with suppress(ProcessLookupError):

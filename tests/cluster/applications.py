@@ -88,7 +88,7 @@ def free_port() -> int:
 @contextmanager
 def one_cluster_at_a_time(folder: Path) -> Iterator[None]:
     """Two clusters at once would only hold each other up: test processes take turns."""
-    with FileLock(folder / "cluster.lock"), _fast_metrics():
+    with FileLock(folder / "paceline-cluster-tests.lock"), _fast_metrics():
         yield
 
 

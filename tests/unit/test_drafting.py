@@ -302,7 +302,7 @@ async def test_a_lost_drafter_ends_the_wait_for_its_draft(is_draining: bool) -> 
     assert await asyncio.wait_for(waiting, 5) is None
     assert seats.given_back == 1
     assert old.kinds[2:] == [("close", 1)]
-    await asyncio.sleep(0.01)
+    await until_asked(seats)
     seats.give(drafts, new)
     assert new.kinds == [("open", 2), ("commit", 2)]
     drafts.on_event(proposed(5, 6))
@@ -319,7 +319,7 @@ async def test_nobody_waits_for_a_drafter_that_takes_over_until_it_has_read_the_
     seats.give(drafts, FakeClient())
     drafts.commit(NEW, draft_length=2, credit=4)
     drafts.on_lost("its stream has ended")
-    await asyncio.sleep(0.01)
+    await until_asked(seats)
     seats.give(drafts, new)
     assert await asyncio.wait_for(drafts.draft(NEW, 2), 5) is None
     longer = TokenPrefix((*NEW.ids, 9))
@@ -342,24 +342,44 @@ async def test_a_drafter_that_refuses_is_told_of_and_another_is_asked_for(error:
     drafts.on_event(failed(error))
     assert [type(refusal) for refusal in seats.refused] == [type(error)]
     assert seats.given_back == 1
-    await asyncio.sleep(0.01)
+    await until_asked(seats)
     assert seats.asked == ["session"]
     drafts.close()
 
 
-async def test_seats_that_are_of_no_use_are_asked_for_ever_more_slowly() -> None:
-    """The first time at once, then after a pause; a session that has ended asks no more."""
+async def test_seats_that_are_of_no_use_are_asked_for_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time at once, then after a pause, here longer than any test."""
+    monkeypatch.setattr("orchestrator.remote_drafts._FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("orchestrator.remote_drafts._LONGEST_PAUSE_S", 3600.0)
     seats = FakeSeats()
     drafts = remote_drafts(FakeClient(), seats)
     drafts.on_lost("its stream has ended")
-    await asyncio.sleep(0.01)
+    await until_asked(seats)
     seats.give(drafts, FakeClient())
     drafts.on_lost("its stream has ended")
     await asyncio.sleep(0.01)
     assert seats.asked == []
     drafts.close()
-    await asyncio.sleep(0.2)
+
+
+async def test_a_session_that_has_ended_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when the pause it was in is over."""
+    monkeypatch.setattr("orchestrator.remote_drafts._FIRST_PAUSE_S", 0.001)
+    seats = FakeSeats()
+    drafts = remote_drafts(FakeClient(), seats)
+    drafts.on_lost("its stream has ended")
+    await until_asked(seats)
+    seats.give(drafts, FakeClient())
+    drafts.on_lost("its stream has ended")
+    drafts.close()
+    await asyncio.sleep(0.02)
     assert seats.asked == []
+
+
+async def until_asked(seats: FakeSeats) -> None:
+    async with asyncio.timeout(30):
+        while not seats.asked:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.001)
 
 
 # ---- stall ----------------------------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ class FakeDirectory:
         self.held: list[FakeLease] = []
         self.waiting: dict[str, asyncio.Future[Replica]] = {}
         self.failure: PacelineError | None = None
+        self.refused = 0
         self._on_members: Callable[[Mapping[str, Replica]], None] = lambda _: None
 
     async def run(self, on_members: Callable[[Mapping[str, Replica]], None]) -> None:
@@ -99,6 +100,7 @@ class FakeDirectory:
 
     async def lease(self, session_id: str, *, tokens: int, on_lost: Callable[[], None]) -> Lease:
         if self.failure is not None:
+            self.refused += 1
             raise self.failure
         granted = self.waiting[session_id] = asyncio.get_running_loop().create_future()
         try:
@@ -458,9 +460,12 @@ async def test_a_directory_that_refuses_costs_drafts_alone(monkeypatch: pytest.M
         directory.failure = QueueFull("Too many wait.")
         session = FakeSession()
         pool.ask("session", session, tokens=1)
-        await asyncio.sleep(0.05)
-        directory.failure = None
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(30):
+            while not directory.refused:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.001)
+            directory.failure = None
+            while "session" not in directory.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
         await directory.grant("session", "drafter")
         assert session.heard == ["seat"]
 
