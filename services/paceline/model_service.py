@@ -115,6 +115,10 @@ class ModelService(Generic[CommandT, EventT]):
             step_busy_share=thread.step_busy_share,
         )
 
+    def holds(self, session_id: str) -> bool:
+        """Whether the session is open here."""
+        return self._sessions.find(session_id) is not None
+
     @property
     def drain_s(self) -> float:
         """How long the sessions that run get to end, once the service was asked to stop."""

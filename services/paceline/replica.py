@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
@@ -22,9 +23,8 @@ from paceline.types import ModelInfo
 logger = structlog.get_logger(__name__)
 
 PROTOCOL = "paceline.v1"
-ZONE_LABEL = (
-    "ray.io/availability-zone"  # of a node; set by KubeRay from the node's topology, or by `ray start --labels`
-)
+# Of a node; set by KubeRay from the node's topology, or by `ray start --labels`.
+ZONE_LABEL = "ray.io/availability-zone"
 _CUT_OFF_LIMIT_S = 2.0
 
 
@@ -63,11 +63,24 @@ class Service(Protocol):
 
     def load(self) -> Load: ...
 
+    def holds(self, session_id: str) -> bool:
+        """Whether the session is open here."""
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    """A session's place."""
+
+    session_id: str
+    used_s: float  # when its session was last seen here, on the loop's clock; before that, when it was granted
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
 
 class ModelReplica:
-    """A running service. Invariant: every lease ends when the service does, and when it is asked to stop.
+    """A running service.
 
-    `leases` counts those that are open.
+    Invariant: every lease ends when the service does, when it is asked to stop, and some time after its session has
+    gone. Its holder gives it back before that, unless the holder has died: nobody cancels a dead caller's calls.
     """
 
     def __init__(
@@ -80,12 +93,14 @@ class ModelReplica:
         zone: str,
         step_limit_s: float,
         stop_margin_s: float,
+        unused_lease_s: float,
     ) -> None:
         """Begins to run the service; `start` also waits until it serves."""
-        self.leases = 0
+        self._leases: set[_Lease] = set()
+        self._unused_lease_s = unused_lease_s
         self._service, self._pool, self._zone, self._advertised_host = service, pool, zone, advertised_host
         self._step_limit_s, self._stop_limit_s = step_limit_s, service.drain_s + stop_margin_s
-        self._leaving = asyncio.Event()
+        self._is_leaving = False
         self._lifetime = Lifetime()
         self._task = asyncio.ensure_future(self._serve(metrics))
         self._task.add_done_callback(self._on_end)
@@ -102,14 +117,15 @@ class ModelReplica:
         start_limit_s: float = 60.0,
         step_limit_s: float = 300.0,
         stop_margin_s: float = 5.0,
+        unused_lease_s: float = 15.0,
     ) -> ModelReplica:
         """Run a prepared service on this event loop and wait until it serves.
 
         While it runs its metrics are copied to `metrics`, if given, with the pool's name as the label `service`.
         `advertised_host` is the host that others reach it by, if that is not the one it listens on (0.0.0.0); `zone` is
-        where it runs, among places that are near one another. A model
-        step longer than `step_limit_s` counts as a hang; `stop` takes the service's own time to drain and at most
-        `stop_margin_s` more. Raises `StartupFailed` if the service ends instead, or is not ready in time.
+        where it runs, among places that are near one another. A model step longer than `step_limit_s` counts as a hang;
+        `stop` takes the service's own time to drain and at most `stop_margin_s` more; a lease ends `unused_lease_s`
+        after its session was seen last. Raises `StartupFailed` if the service ends instead, or is not ready in time.
         """
         replica = cls(
             service,
@@ -119,6 +135,7 @@ class ModelReplica:
             zone=zone,
             step_limit_s=step_limit_s,
             stop_margin_s=stop_margin_s,
+            unused_lease_s=unused_lease_s,
         )
         try:
             await replica._until_ready(start_limit_s)
@@ -150,19 +167,25 @@ class ModelReplica:
             "protocol": PROTOCOL,
         }
 
+    @property
+    def leases(self) -> int:
+        """Open now."""
+        return len(self._leases)
+
     async def lease(self, session_id: str) -> AsyncGenerator[dict[str, str], None]:
-        """One item at once, then nothing for as long as the session is here: until closed, or the replica leaves.
+        """One item at once, then nothing until it is closed, its session has been gone for a while, or the replica leaves.
 
         Raises `Draining` instead of the item if the replica is leaving already.
         """
-        if self._leaving.is_set():
+        if self._is_leaving:
             raise Draining("This replica is about to stop and takes no new sessions; lease another one.")
-        self.leases += 1
+        lease = _Lease(session_id, asyncio.get_running_loop().time())
+        self._leases.add(lease)
         try:
             yield {"session_id": session_id, "incarnation": self._service.info.incarnation}
-            await self._leaving.wait()
+            await lease.has_ended.wait()
         finally:
-            self.leases -= 1
+            self._leases.discard(lease)
 
     def check_health(self) -> None:
         """Raises `PacelineError` if the service has ended, or the model has hung in one step for too long."""
@@ -182,6 +205,7 @@ class ModelReplica:
             "kv_used_fraction": load.kv_used_tokens / max(1, load.kv_capacity_tokens),
             "queued": float(load.queued),
             "sessions": float(load.sessions),
+            "leases": float(self.leases),
             "step_busy_share": load.step_busy_share,
         }
 
@@ -190,7 +214,7 @@ class ModelReplica:
 
         May be called again, also at the same time. Does not raise if the service failed: the log says so.
         """
-        self._leaving.set()
+        self._leave()
         self._lifetime.stop()
         await asyncio.wait({self._task}, timeout=self._stop_limit_s)
         if not self._task.done():
@@ -201,8 +225,27 @@ class ModelReplica:
     async def _serve(self, metrics: MetricsSystem | None) -> None:
         service = self._service
         exported = bridged(service.registry, metrics, labels={"service": self._pool}) if metrics else nullcontext()
-        async with exported:
-            await service(self._lifetime)
+        leases = asyncio.ensure_future(self._end_unused_leases())
+        try:
+            async with exported:
+                await service(self._lifetime)
+        finally:
+            leases.cancel()
+
+    async def _end_unused_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._unused_lease_s / 8)
+            now_s = asyncio.get_running_loop().time()
+            for lease in self._leases:
+                if self._service.holds(lease.session_id):
+                    lease.used_s = now_s
+                elif now_s - lease.used_s > self._unused_lease_s:
+                    lease.has_ended.set()
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        for lease in self._leases:
+            lease.has_ended.set()
 
     async def _until_ready(self, limit_s: float) -> None:
         waited_for: set[asyncio.Future[Any]] = {self._task, self._lifetime.address}
@@ -215,7 +258,7 @@ class ModelReplica:
             )
 
     def _on_end(self, task: asyncio.Future[None]) -> None:
-        self._leaving.set()
+        self._leave()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the service failed", pool=self._pool, exc_info=error)
 

@@ -215,6 +215,14 @@ async def test_a_killed_orchestrator_is_resumed_by_the_client(client: Generation
     assert texts(completions) == expected
     assert sum(completion.resumptions for completion in completions) >= len(requests)
     await until_whole(client)
+    # The dead one's leases are let go of, although nobody cancels them: Serve sees the sessions that there are.
+    await until(no_leases_are_left, "replicas without leases")
+
+
+async def no_leases_are_left() -> bool:
+    handles = [serve.get_deployment_handle(deployment, "paceline") for deployment in ("Target", "Drafter")]
+    figures = [await handle.broadcast("record_autoscaling_stats").results_async() for handle in handles]
+    return sum(replica["leases"] for pool in figures for replica in pool) == 0
 
 
 def orchestrator_process() -> int:

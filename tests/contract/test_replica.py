@@ -226,6 +226,9 @@ class Scripted:
     def load(self) -> session_pb.LoadReport:
         return session_pb.LoadReport(kv_capacity_tokens=0)
 
+    def holds(self, session_id: str) -> bool:
+        return False
+
 
 async def test_start_says_why_the_service_ended() -> None:
     """The sentence of our own error; of any other that the log knows, where it is."""
@@ -287,6 +290,27 @@ async def test_lease_says_one_thing_and_then_nothing() -> None:
             await asyncio.wait({following})
             assert replica.leases == 1
         assert replica.leases == 0
+
+
+async def test_lease_ends_a_while_after_its_session_whoever_holds_it() -> None:
+    """A holder that was killed cancels nothing: its place is free once its session has gone; a session that stays keeps it."""
+    async with (
+        replica_of(counting_target(orphan_grace_s=0), unused_lease_s=0.2) as replica,
+        target_peer(replica.address) as stays,
+        aclosing(replica.lease("stays")) as kept,
+        aclosing(replica.lease("dies")) as left,
+        aclosing(replica.lease("never opened")) as unused,
+    ):
+        await stays.send(opened("stays"))
+        async with target_peer(replica.address) as dies:
+            await dies.send(opened("dies"))
+            await stays.load(lambda load: load.sessions == 2)
+            for lease in (kept, left, unused):
+                await anext(lease)
+        async with asyncio.timeout(LIMIT_S):
+            for lease in (left, unused):
+                assert [item async for item in lease] == []
+        assert replica.leases == 1
 
 
 async def test_stop_ends_all_leases_and_grants_no_more() -> None:
@@ -395,7 +419,13 @@ async def test_figures_follow_what_is_held() -> None:
         replica_of(counting_target(kv_budget_tokens=20)) as replica,
         target_peer(replica.address) as peer,
     ):
-        assert replica.stats() == {"kv_used_fraction": 0.0, "queued": 0.0, "sessions": 0.0, "step_busy_share": 0.0}
+        assert replica.stats() == {
+            "kv_used_fraction": 0.0,
+            "queued": 0.0,
+            "sessions": 0.0,
+            "leases": 0.0,
+            "step_busy_share": 0.0,
+        }
         await peer.send(opened("a"), opened("b"), verify("a", 3, 4))
         await peer.event("a")
         assert replica.stats()["kv_used_fraction"] == (5 + 3) / 20
