@@ -222,7 +222,7 @@ async def test_a_killed_orchestrator_is_resumed_by_the_client(client: Generation
 async def no_leases_are_left() -> bool:
     handles = [serve.get_deployment_handle(deployment, "paceline") for deployment in ("Target", "Drafter")]
     figures = [await handle.broadcast("record_autoscaling_stats").results_async() for handle in handles]
-    return sum(replica["leases"] for pool in figures for replica in pool) == 0
+    return bool(sum(replica["leases"] for pool in figures for replica in pool) == 0)
 
 
 def orchestrator_process() -> int:
