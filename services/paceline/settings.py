@@ -5,15 +5,35 @@ One frozen object a service, built once at start and passed down as values; noth
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.types import MAX_DRAFT_LENGTH
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+MIN_STEP_TOKENS = MAX_DRAFT_LENGTH + 1  # a draft is verified within one step, together with the token before it
+
+
+def _quantization(value: object) -> object:
+    """A transformers quantization config: as it is, as JSON, or by the name of a method with its usual settings."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        return json.loads(value)
+    return dict(_QUANTIZATION_BY_NAME.get(value, {"quant_method": value})) if value else {}
+
+
+# transformers knows the two of this library by a flag.
+_QUANTIZATION_BY_NAME = {
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},  # as in vLLM
+    "bitsandbytes_4bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "bitsandbytes_8bit": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+}
 
 
 def _config(env_prefix: str) -> SettingsConfigDict:
@@ -52,15 +72,39 @@ class ModelServiceSettings(ServiceSettings):
         default=5.0, ge=0, description="Seconds that the sessions of an orchestrator outlive its connection."
     )
     session_idle_ttl_s: float = Field(120.0, gt=0, description="Seconds after which an unused session is forgotten.")
-    kv_budget_tokens: int = Field(
-        0, ge=0, description="Cached tokens up to which sessions are taken; 0 takes max_sessions whole contexts."
+    quantization: Annotated[dict[str, Any], NoDecode, BeforeValidator(_quantization)] = Field(
+        {},
+        description="transformers quantization config as JSON, or a method's name; {} loads the weights as they are.",
     )
+    memory_fraction: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of a GPU's memory to use, weights included (0 takes 0.9); on a CPU, share of the free memory "
+        "for keys and values (0 takes 0.25).",
+    )
+    kv_budget_tokens: int = Field(
+        0, ge=0, description="Tokens whose keys and values are kept in memory; 0 leaves it to the memory fraction."
+    )
+    max_context: int = Field(0, ge=0, description="Tokens of the longest session; 0 takes the model's own limit.")
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens of one block of memory, the unit that is shared.")
+    max_num_batched_tokens: int = Field(
+        0, ge=0, description="Tokens fed in one step; 0 takes 8192 on a GPU and 256 on a CPU."
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse what was computed for prompts that begin alike.")
     emulated_step_ms: float = Field(
         0.0,
         ge=0,
         le=60_000,
         description="Hold every model step to so many milliseconds, to stand for other hardware; 0 does not.",
     )
+
+    @field_validator("max_num_batched_tokens")
+    @classmethod
+    def _room_for_a_draft(cls, value: int) -> int:
+        if 0 < value < MIN_STEP_TOKENS:
+            raise ValueError(f"must be 0 or at least {MIN_STEP_TOKENS}, for a draft is verified within one step")
+        return value
 
 
 class TargetSettings(ModelServiceSettings):

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 import re
 import threading
 import time
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from rich.console import Console
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.quantizers import auto as transformers_quantizers
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from paceline.engine import checkpoint as checkpoint_module
 from paceline.engine.checkpoint import (
     build_once,
     default_cache_dir,
     fingerprint_of_checkpoint,
+    load_network,
     resolve_checkpoint,
     tokenizer_fingerprint,
     without_progress_bars,
 )
+from paceline.engine.progress import PatientBar
 from paceline.errors import ModelUnavailable
 from paceline.settings import TargetSettings
 from tests.checkpoints import (
@@ -180,6 +193,108 @@ def test_failed_build_leaves_no_folder_and_is_tried_again(tmp_path: Path) -> Non
     assert [file.name for file in built.iterdir()] == ["whole"]
 
 
+# Loading
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "100KB"])
+def test_weights_in_the_wanted_dtype_stay_mapped_from_their_files(tmp_path: Path, shard_size: str) -> None:
+    """One file or several: nothing is copied, and processes with the same model share its memory."""
+    folder = tmp_path / "model"
+    original = AutoModelForCausalLM.from_pretrained(save_tiny_checkpoint(tmp_path / "original", seed=1))
+    original.save_pretrained(folder, max_shard_size=shard_size)
+    files = {str(file) for file in folder.glob("*.safetensors")}
+    assert (len(files) > 1) == (shard_size == "100KB")
+    network = load_network(folder, dtype=torch.float32)
+    assert files <= mapped_files()
+    assert all(torch.equal(weight, original.state_dict()[name]) for name, weight in network.state_dict().items())
+    # In another dtype they are copied, and the files are let go.
+    del network
+    assert load_network(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert not files & mapped_files()
+
+
+def test_a_long_load_on_a_terminal_shows_our_bar_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows transformers' own count of the weights; transformers itself writes nothing."""
+    output = io.StringIO()
+    terminal = Console(file=output, force_terminal=True, force_interactive=True, width=80)
+    monkeypatch.setattr(checkpoint_module, "Console", lambda stderr: terminal)
+    track = PatientBar.track
+
+    def track_as_if_it_took_long(bar: PatientBar, items: Collection[Any]) -> Iterator[Any]:
+        bar.show()
+        return track(bar, items)
+
+    monkeypatch.setattr(PatientBar, "track", track_as_if_it_took_long)
+    load_network(save_tiny_checkpoint(tmp_path / "model", seed=1), dtype=torch.float32)
+    assert re.search("Loading model.*100%", output.getvalue())
+
+
+def test_a_load_without_a_terminal_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard output and error belong to the ready line and to the log."""
+    folder = save_tiny_checkpoint(tmp_path / "model", seed=1)
+    capfd.readouterr()
+    load_network(folder, dtype=torch.float32)
+    assert capfd.readouterr() == ("", "")
+
+
+class CoarseConfig(QuantizationConfigMixin):
+    """Settings of a quantization that needs no package."""
+
+    def __init__(self, step: float, **_: Any) -> None:
+        self.quant_method, self.step = cast(Any, "coarse"), step
+
+
+class CoarseQuantizer(HfQuantizer):
+    """Rounds every weight to multiples of `step`."""
+
+    requires_calibration = False
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        step = cast(CoarseConfig, self.quantization_config).step
+        for weight in model.parameters():
+            weight.data = (weight / step).round() * step
+        return model
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def test_a_quantization_reaches_transformers_with_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever transformers has under that name quantizes the weights; the vocabulary stays as large."""
+    pytest.importorskip("accelerate")
+    monkeypatch.setitem(transformers_quantizers.AUTO_QUANTIZATION_CONFIG_MAPPING, "coarse", CoarseConfig)
+    monkeypatch.setitem(transformers_quantizers.AUTO_QUANTIZER_MAPPING, "coarse", CoarseQuantizer)
+    folder = save_tiny_checkpoint(tmp_path / "model", seed=1)
+    plain = load_network(folder, dtype=torch.float32)
+    coarse = load_network(folder, dtype=torch.float32, quantization={"quant_method": "coarse", "step": 0.25})
+    assert coarse.config.vocab_size == TINY_VOCAB_SIZE
+    for name, weight in coarse.state_dict().items():
+        assert torch.equal(weight, (4 * plain.state_dict()[name]).round() / 4)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"quant_method": "coarze"}, "Unknown quantization type, got coarze"),
+        ({"quant_method": "eetq"}, "eetq"),
+        ({"quant_method": "gptq"}, "bits"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": "perhaps"}, "load_in_8bit must be a boolean"),
+        ({"load_in_2bit": True}, "quant_method"),
+    ],
+)
+def test_a_quantization_that_cannot_be_done_is_refused_in_a_sentence(
+    tmp_path: Path, quantization: dict[str, Any], words: str
+) -> None:
+    """An unknown method, a missing package or GPU, a missing or unfit value: with what was asked for and a way out."""
+    folder = save_tiny_checkpoint(tmp_path / "model", seed=1)
+    with pytest.raises(ModelUnavailable, match=f"with --quantization .*{words}.*leave --quantization out"):
+        load_network(folder, dtype=torch.float32, quantization=quantization)
+
+
 # Who a tokenizer is
 
 
@@ -275,6 +390,15 @@ def test_word_tokenizer_has_one_word_a_token(tmp_path: Path) -> None:
     assert tokenizer("down up up").input_ids == [1, 0, 0]
     assert tokenizer.decode([1, 0, 0]) == "down up up"
     assert fingerprint_of_checkpoint(folder) == tokenizer_fingerprint(word_tokenizer(["up", "down"]))
+
+
+def mapped_files() -> set[str]:
+    """What is mapped into this process."""
+    path = Path("/proc/self/maps")
+    if not path.exists():
+        pytest.skip("this system does not say what is mapped")
+    columns = [line.split(maxsplit=5) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {line[5] for line in columns if len(line) == 6}
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -22,8 +22,10 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
 
+from paceline.engine.progress import PatientBar
 from paceline.errors import ModelUnavailable
 
 DEFAULT_MODEL = "smollm2"
@@ -36,6 +38,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken*")
 # What transformers and what it stands on raise for files that are missing, damaged, or of a kind it does not know.
 _LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
+# What its quantization settings raise besides, for a missing or an unknown value.
+_QUANTIZATION_ERRORS = (*_LOAD_ERRORS, AssertionError)
+_WEIGHTS_BAR = "Loading weights"  # transformers' name for it
+_ON_CPU = torch.device("cpu")
 _NO_STRING = 0xFFFF_FFFF  # in place of a length: this id has no string
 
 
@@ -116,21 +122,41 @@ def fingerprint_of_checkpoint(checkpoint: Path | str) -> str:
         return tokenizer_fingerprint(AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False))
 
 
-def load_network(checkpoint: Path | str, *, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """The network with all its weights, on the CPU; `options` go to transformers.
+def load_network(
+    checkpoint: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device = _ON_CPU,
+    quantization: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """The network with all its weights, on `device`; other `options` go to transformers.
 
-    Raises `ModelUnavailable` if weights are missing, which transformers would fill with random numbers, and whatever
-    transformers raises (`reported_as_unavailable`).
+    Weights in safetensors, in one file or in shards, are mapped from disk and not read into memory first: on a CPU
+    those that have `dtype` already stay mapped, so that processes with the same model share them, and others take one
+    copy. `quantization` is a transformers quantization config as a mapping. A bar shows on a terminal if loading takes
+    long. Raises `ModelUnavailable` if weights are missing, which transformers would fill with random numbers, or if the
+    quantization cannot be done here, and whatever transformers raises (`reported_as_unavailable`).
     """
-    loaded = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
-    )
+    name = str(options.get("gguf_file", checkpoint))
+    with _reported_as_unquantizable(name, quantization), _silent_but_for_a_bar(f"Loading {Path(name).name}"):
+        placement = _placement(device, quantization)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **placement,
+            **options,
+        )
     network, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     if report["missing_keys"]:
         raise ModelUnavailable(
-            f"'{options.get('gguf_file', checkpoint)}' lacks weights (such as {min(report['missing_keys'])}); it is "
-            "incomplete, or not a causal language model."
+            f"'{name}' lacks weights (such as {min(report['missing_keys'])}); it is incomplete, or not a causal "
+            "language model."
         )
+    if "device_map" not in placement:
+        network.to(device)  # type: ignore[arg-type]  # its decorator hides the signature
     return network
 
 
@@ -140,8 +166,7 @@ def reported_as_unavailable(what: str) -> Iterator[None]:
     try:
         yield
     except _LOAD_ERRORS as error:
-        # The first line says what is wrong; the others list all model types there are, or advise to trust foreign code.
-        reason = str(error).strip().partition("\n")[0].strip(" .") or type(error).__name__
+        reason = _first_sentence(error)
         raise ModelUnavailable(f"Cannot load {what}: {reason}; check the name, or choose another model.") from error
 
 
@@ -155,6 +180,58 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if was_enabled:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _placement(device: torch.device, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options that load each weight straight to where it belongs, quantized on the way.
+
+    Weights for the CPU are there already, and only accelerate can place others.
+    """
+    options: dict[str, Any] = {}
+    if quantization:
+        options["quantization_config"] = AutoQuantizationConfig.from_dict(dict(quantization))
+    if quantization or (device != _ON_CPU and importlib.util.find_spec("accelerate")):
+        options["device_map"] = {"": device}
+    return options
+
+
+@contextmanager
+def _reported_as_unquantizable(name: str, quantization: Mapping[str, Any] | None) -> Iterator[None]:
+    """Turn what transformers raises where a quantization was asked for into `ModelUnavailable`."""
+    try:
+        yield
+    except _QUANTIZATION_ERRORS as error:
+        if not quantization:
+            raise
+        raise ModelUnavailable(
+            f"Cannot load '{name}' with --quantization {dict(quantization)}: {_first_sentence(error)}; install or change "
+            "what this names, or leave --quantization out."
+        ) from error
+
+
+@contextmanager
+def _silent_but_for_a_bar(description: str) -> Iterator[None]:
+    """Replace transformers' progress bars by one of ours, which shows on a terminal if the work takes long."""
+    with without_progress_bars(), PatientBar(description, console=Console(stderr=True)) as bar:
+        if not bar.is_possible:
+            yield
+            return
+
+        def follow(make_bar: Callable[..., Any], items: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            is_ours = options.get("desc") == _WEIGHTS_BAR and len(items) == 1
+            return bar.track(items[0]) if is_ours else make_bar(*items, **options)
+
+        previous = transformers_logging.set_tqdm_hook(follow)
+        try:
+            yield
+        finally:
+            transformers_logging.set_tqdm_hook(previous)
+
+
+def _first_sentence(error: Exception) -> str:
+    """The first line says what is wrong; the others list all model types there are, or advise to trust foreign code."""
+    reason = str(error).strip().partition("\n")[0].strip(" .") or type(error).__name__
+    return f"it lacks {reason}" if isinstance(error, KeyError) else reason
 
 
 def _packaged_gguf() -> Path:
