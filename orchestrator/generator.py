@@ -1,4 +1,4 @@
-"""One request from admission to its last token: tokenize, plan, run the session, and say what happened.
+"""One request from admission to its last token: tokenize, plan, run a session for each choice, and say what happened.
 
 The events are the values that clients see (`paceline.generation`). Knows nothing of gRPC.
 """
@@ -36,10 +36,12 @@ from paceline.generation import (
     Started,
     Usage,
 )
+from paceline.interleaving import interleaved
 from paceline.lookup.ngram import NgramIndex
+from paceline.noise import Purpose, hashed
 from paceline.settings import OrchestratorSettings
 from paceline.telemetry import SpeculationMetrics
-from paceline.types import ModelInfo, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
+from paceline.types import ModelInfo, SamplingParams, SessionSpec, SpeculationStats, TokenLogprobs, VerificationRule
 
 logger = structlog.get_logger(__name__)
 
@@ -52,9 +54,9 @@ _REPLAYED_AT_ONCE = 64  # tokens; between such runs other answers get their turn
 class _Plan:
     """Everything decided about a request before its first round."""
 
-    spec: SessionSpec
+    specs: tuple[SessionSpec, ...]  # one a choice; they differ in session and seed alone
     prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]  # of an answer that is resumed: what the caller has already
+    output_ids: tuple[int, ...]  # of an answer that is resumed, which is an only choice: what the caller has already
     ends: EndConditions
     speculation: SpeculationPlan
     deadline_s: float | None  # time.monotonic()
@@ -115,10 +117,12 @@ class Generator:
         return figures if stall_fraction is None else figures | {"stall_fraction": stall_fraction}
 
     async def generate(self, request: GenerationRequest, *, timeout_s: float | None) -> AsyncGenerator[Event]:
-        """Stream one answer. Raises `PacelineError`: what was streamed before stays valid."""
-        if self.running >= self._settings.max_sessions:
-            raise QueueFull(f"{self.running} answers are running, which is the limit here; try again in a moment.")
-        self.running += 1
+        """Stream one answer, or all choices of a request side by side; what fails one of them ends all.
+
+        Raises `PacelineError`: what was streamed before stays valid.
+        """
+        self._admit(request.n)
+        self.running += request.n
         outcome = "failed"
         try:
             async with asyncio.timeout(timeout_s), aclosing(self._answer(self._plan(request, timeout_s))) as events:
@@ -132,32 +136,61 @@ class Generator:
             outcome = "cancelled"
             raise
         finally:
-            self.running -= 1
+            self.running -= request.n
             self._metrics.requests.labels(outcome=outcome).inc()
+
+    def _admit(self, choices: int) -> None:
+        """Refuse what does not fit: all choices of a request are answered at once, or none."""
+        limit = self._settings.max_sessions
+        if choices > limit:
+            raise InvalidRequest(
+                f"n is {choices}, but at most {limit} answers run at once here; ask for fewer.", parameter="n"
+            )
+        if self.running + choices > limit:
+            raise QueueFull(
+                f"{self.running} answers are running, and at most {limit} may run here with the {choices} of this "
+                "request; try again in a moment."
+            )
 
     async def _answer(self, plan: _Plan) -> AsyncGenerator[Event]:
         started_s = time.perf_counter()
-        spec, stats = plan.spec, SpeculationStats()
-        output = OutputTracker(IncrementalDetokenizer(self._tokenizer), plan.ends)
-        await _replay(plan.output_ids, output)
-        yield Started(request_id=spec.session_id, seed=spec.seed, prompt_tokens=len(plan.prompt_ids))
+        outputs = [OutputTracker(IncrementalDetokenizer(self._tokenizer), plan.ends) for _ in plan.specs]
+        for output in outputs:
+            await _replay(plan.output_ids, output)
+        yield Started(
+            request_id=plan.specs[0].session_id,
+            seeds=tuple(spec.seed for spec in plan.specs),
+            prompt_tokens=len(plan.prompt_ids),
+        )
+        choices = [self._choose(plan, choice, output, started_s) for choice, output in enumerate(outputs)]
+        async with aclosing(interleaved(choices) if len(choices) > 1 else choices[0]) as events:
+            async for event in events:
+                yield event
+
+    async def _choose(
+        self, plan: _Plan, choice: int, output: OutputTracker, started_s: float
+    ) -> AsyncGenerator[Delta | Finished]:
+        """The tokens of one choice, and how it ended."""
+        stats = SpeculationStats()
         if output.finish_reason is None:
-            async with aclosing(self._continue(plan, output, stats)) as deltas:
+            async with aclosing(self._continue(plan, choice, output, stats)) as deltas:
                 async for delta in deltas:
                     yield delta
         self._metrics.record(stats)
-        yield _finished(plan, output, stats, elapsed_s=time.perf_counter() - started_s)
+        yield _finished(plan, choice, output, stats, elapsed_s=time.perf_counter() - started_s)
 
-    async def _continue(self, plan: _Plan, output: OutputTracker, stats: SpeculationStats) -> AsyncGenerator[Delta]:
+    async def _continue(
+        self, plan: _Plan, choice: int, output: OutputTracker, stats: SpeculationStats
+    ) -> AsyncGenerator[Delta]:
         """Run a session behind the tokens that are there, until the answer ends."""
-        spec = plan.spec
+        spec = plan.specs[choice]
         async with AsyncExitStack() as sessions:
             target = sessions.enter_context(
                 self._target.session(
                     spec, verify_deadline_s=self._settings.verify_deadline_s, deadline_s=plan.deadline_s
                 )
             )
-            drafts = self._open_drafts(plan, sessions)
+            drafts = self._open_drafts(plan, spec, sessions)
             committed_ids = plan.prompt_ids + plan.output_ids
             rounds = run_session(
                 spec, committed_ids, plan.speculation, target=target, drafts=drafts, output=output, stats=stats
@@ -169,13 +202,19 @@ class Generator:
                     token_ids=delivery.token_ids,
                     origins=result.origins,
                     pieces=delivery.pieces,
+                    logprobs=tuple(map(self._spelled, result.logprobs)),
+                    choice=choice,
                 )
 
-    def _open_drafts(self, plan: _Plan, sessions: AsyncExitStack) -> DraftSource:
+    def _spelled(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        """The same with the text of the most probable tokens."""
+        return replace(logprobs, top_pieces=tuple(self._tokenizer.decode([token_id]) for token_id, _ in logprobs.top))
+
+    def _open_drafts(self, plan: _Plan, spec: SessionSpec, sessions: AsyncExitStack) -> DraftSource:
         settings = self._settings
         if self._drafter is None or plan.speculation.schedule is Schedule.PLAIN:
             return NoDrafts()
-        remote = sessions.enter_context(self._drafter.session(plan.spec, draft_deadline_s=settings.draft_deadline_s))
+        remote = sessions.enter_context(self._drafter.session(spec, draft_deadline_s=settings.draft_deadline_s))
         if settings.fallback == "none":
             return DraftsWithFallback(remote, None, stall=self._drafter.stall)
         lookup = NgramIndex(prompt_lookup_min=settings.prompt_lookup_min, prompt_lookup_max=settings.prompt_lookup_max)
@@ -199,16 +238,21 @@ class Generator:
         options = request.speculation
         draft_length = self._settings.draft_length if options.draft_length is None else options.draft_length
         schedule = options.schedule or Schedule(self._settings.schedule)
-        spec = SessionSpec(
+        first = SessionSpec(
             session_id=uuid.uuid4().hex,
             prompt_length=len(prompt_ids),
             sampling=sampling,
             seed=secrets.randbits(_DRAWN_SEED_BITS) if request.seed is None else request.seed,
             rule=self._rule(options.rule, sampling),
             vocab_size=target.vocab_size,
+            logprobs=request.logprobs,
         )
+        others = [
+            replace(first, session_id=f"{first.session_id}-{choice}", seed=choice_seed(first.seed, choice))
+            for choice in range(1, request.n)
+        ]
         return _Plan(
-            spec=spec,
+            specs=(first, *others),
             prompt_ids=prompt_ids,
             output_ids=request.output_ids,
             ends=EndConditions(
@@ -256,6 +300,17 @@ class Generator:
         return self._target.info
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one choice of a request: of the first the request's own, of the others a mix of it and their number.
+
+    A request for one answer with this seed gives the choice again. Mixed is as for every random number (`noise`), at
+    position 0, where nothing is ever drawn, since a prompt has at least one token.
+    """
+    if choice == 0:
+        return seed
+    return hashed(seed, 0, Purpose.TARGET_SAMPLE, choice) >> (64 - _DRAWN_SEED_BITS)
+
+
 def _check_ids(ids: Sequence[int], target: ModelInfo, *, holder: str, parameter: str) -> None:
     wrong = next((token_id for token_id in ids if not 0 <= token_id < target.vocab_size), None)
     if wrong is not None:
@@ -280,7 +335,9 @@ async def _replay(output_ids: Sequence[int], output: OutputTracker) -> None:
         )
 
 
-def _finished(plan: _Plan, output: OutputTracker, stats: SpeculationStats, *, elapsed_s: float) -> Finished:
+def _finished(
+    plan: _Plan, choice: int, output: OutputTracker, stats: SpeculationStats, *, elapsed_s: float
+) -> Finished:
     assert output.finish_reason is not None, "the rounds end with the answer"
     return Finished(
         finish_reason=output.finish_reason,
@@ -302,7 +359,8 @@ def _finished(plan: _Plan, output: OutputTracker, stats: SpeculationStats, *, el
             target_busy_s=stats.target_busy_s,
             draft_wait_s=stats.draft_wait_s,
             elapsed_s=elapsed_s,
-            rule=plan.spec.rule,
+            rule=plan.specs[choice].rule,
             schedule=plan.speculation.schedule,
         ),
+        choice=choice,
     )

@@ -14,13 +14,14 @@ from typing import Generic, Protocol, TypeVar
 from paceline.generation import Schedule
 from paceline.noise import Purpose, uniform
 from paceline.prefix import TokenPrefix, extend_digest
-from paceline.rejection import walk
+from paceline.rejection import emitted_logprobs, walk
 from paceline.types import (
     Draft,
     FinishReason,
     Origin,
     SessionSpec,
     SpeculationStats,
+    TokenLogprobs,
     Verdict,
     VerdictRows,
     VerificationRule,
@@ -84,6 +85,7 @@ class RoundResult(Generic[DeliveryT]):
 
     delivery: DeliveryT
     origins: tuple[Origin, ...]  # one a delivered token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a delivered token; empty where the session asks for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,8 @@ async def run_session(
 ) -> AsyncIterator[RoundResult[DeliveryT]]:
     """Rounds until the output says that the answer has ended; counts them in `stats`.
 
-    Raises what `target.verify` raises: everything yielded before is committed and stays valid.
+    Raises what `target.verify` raises, and `PayloadInvalid` for a verdict that does not fit the draft or the session:
+    everything yielded before is committed and stays valid.
     """
     rule = spec.effective_rule
     prefix = TokenPrefix(prompt_ids)
@@ -150,7 +153,8 @@ async def run_session(
         stats.record_round(len(draft), verdict.kept_length)
         stats.fallback_rounds += offered.is_fallback
         stats.target_busy_s += verdict_rows.step_time_s
-        result = _deliver(output, draft, verdict)
+        logprobs = () if spec.logprobs is None else emitted_logprobs(draft.ids, verdict_rows.rows, verdict)
+        result = _deliver(output, draft, verdict, logprobs)
         prefix.extend(result.delivery.token_ids)
         yield result
         if result.delivery.finish_reason is not None:
@@ -188,11 +192,14 @@ def _has_next(
     return drafts.continues(digest)
 
 
-def _deliver(output: Output[DeliveryT], draft: Draft, verdict: Verdict) -> RoundResult[DeliveryT]:
+def _deliver(
+    output: Output[DeliveryT], draft: Draft, verdict: Verdict, logprobs: tuple[TokenLogprobs, ...]
+) -> RoundResult[DeliveryT]:
     ids = list(draft.ids[: verdict.kept_length])
     origins = [Origin.DRAFT] * len(ids)
     if verdict.next_token is not None:
         ids.append(verdict.next_token)
         origins.append(verdict.next_origin)
     delivery = output.accept(ids)
-    return RoundResult(delivery=delivery, origins=tuple(origins[: len(delivery.token_ids)]))
+    delivered = len(delivery.token_ids)
+    return RoundResult(delivery=delivery, origins=tuple(origins[:delivered]), logprobs=logprobs[:delivered])

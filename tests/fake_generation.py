@@ -65,9 +65,19 @@ Answer = Callable[[pb.GenerateRequest], Iterator[pb.GenerateResponse]]
 
 
 def canned_answer(request: pb.GenerateRequest, *, elapsed_s: float = 0.5) -> Iterator[pb.GenerateResponse]:
-    """The whole canned answer, or what is missing behind `output_ids`; a request that names a seed gets it echoed."""
+    """The whole canned answer, or what is missing behind `output_ids`; a request that names a seed gets it echoed.
+
+    Choices say the same, an event of each in turn; their seeds count up. Log-probabilities are `canned_logprobs`.
+    """
     seed = request.seed if request.HasField("seed") else SEED
-    yield pb.GenerateResponse(started=pb.Started(request_id="r1", seed=seed, prompt_tokens=3))
+    choices = range(request.n or 1)
+    seeds = [(seed + choice) % 2**64 for choice in choices]
+    yield pb.GenerateResponse(started=pb.Started(request_id="r1", seed=seed, prompt_tokens=3, seeds=seeds))
+    for events in zip(*(_canned_choice(request, choice, elapsed_s=elapsed_s) for choice in choices), strict=True):
+        yield from events
+
+
+def _canned_choice(request: pb.GenerateRequest, choice: int, *, elapsed_s: float) -> Iterator[pb.GenerateResponse]:
     next_id = FIRST_ID
     for tokens in ROUNDS:
         had_already = min(len(tokens), max(0, FIRST_ID + len(request.output_ids) - next_id))
@@ -76,12 +86,25 @@ def canned_answer(request: pb.GenerateRequest, *, elapsed_s: float = 0.5) -> Ite
         pieces = [piece for piece, _ in tokens[had_already:]]
         origins = [origin for _, origin in tokens[had_already:]]
         if ids:
-            delta = pb.Delta(text="".join(pieces), token_ids=ids, origins=origins, pieces=pieces)
+            delta = pb.Delta(text="".join(pieces), token_ids=ids, origins=origins, pieces=pieces, choice=choice)
+            if request.HasField("logprobs"):
+                delta.logprobs.extend([canned_logprobs(top=request.logprobs)] * len(ids))
             yield pb.GenerateResponse(delta=delta)
     ending = finished(
         elapsed_s=elapsed_s, schedule=request.speculation.schedule, resumed_tokens=len(request.output_ids)
     )
+    ending.choice = choice
     yield pb.GenerateResponse(finished=ending)
+
+
+def canned_logprobs(*, top: int) -> pb.TokenLogprobs:
+    """-0.25, and tokens from id 0 on, each by 0.5 less probable than the one before."""
+    return pb.TokenLogprobs(
+        logprob=-0.25,
+        top_ids=range(top),
+        top_logprobs=[-0.5 * (rank + 1) for rank in range(top)],
+        top_pieces=[f" t{rank}" for rank in range(top)],
+    )
 
 
 def finished(*, elapsed_s: float, schedule: pb.Schedule, resumed_tokens: int = 0) -> pb.Finished:

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -68,8 +68,9 @@ from paceline.generation_wire import (
     request_to_proto,
     server_info_from_proto,
 )
+from paceline.interleaving import interleaved
 from paceline.rpc import APPLICATION_METADATA, DEADLINE_METADATA_KEY, ERROR_DOMAIN, open_channel
-from paceline.types import FinishReason, Origin, SamplingParams, VerificationRule
+from paceline.types import FinishReason, Origin, SamplingParams, TokenLogprobs, VerificationRule
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -96,6 +97,7 @@ __all__ = [
     "SpeculationUsage",
     "Started",
     "StopConditions",
+    "TokenLogprobs",
     "Usage",
     "VerificationRule",
     "complete",
@@ -134,7 +136,8 @@ class GenerationClient:
     """One connection to an orchestrator, for any number of concurrent requests; an asynchronous context manager.
 
     An answer whose stream breaks in its middle is resumed: the client calls again, with the seed and the tokens it has,
-    and whichever orchestrator answers at the endpoint goes on from there. Every method raises a `PacelineError`:
+    and whichever orchestrator answers at the endpoint goes on from there; of a request for several answers each goes on
+    by itself. Every method raises a `PacelineError`:
     `ServerUnavailable` if nothing answers, `DeadlineExceeded` after `timeout_s`, otherwise the error that the server
     reported, under its own reason.
     """
@@ -169,27 +172,34 @@ class GenerationClient:
     ) -> AsyncGenerator[Event]:
         """Stream one answer: `Started`, any number of `Delta`, `Finished`, without a gap or a repetition.
 
+        With n > 1 the events of all choices are mixed, those of one choice in their order, and each has its `Finished`.
         Closing the generator cancels the request at the server. Raises `IncompleteAnswer` if the stream ends without
         `Finished`, whatever its status says, and cannot be resumed. Resumed under `greedy` and `coupled`, the answer is
         the very one that was interrupted; under `rejection` it has the same law.
         """
-        answer = _Answer(request, timeout_s=timeout_s)
-        while True:
-            try:
-                async with aclosing(self._call(answer)) as events:
-                    async for event in events:
-                        yield event
-                return
-            except _Interrupted as interruption:
-                await self._pause(answer, interruption)
+        limit = _TimeLimit(timeout_s)
+        several = request.n > 1
+        missing = self._choices(_Choices(request, limit)) if several else self._answer(_Answer(request, limit))
+        async with aclosing(missing) as events:
+            async for event in events:
+                yield event
 
     async def complete(self, request: GenerationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Completion:
-        """The whole answer at once."""
+        """The whole answer at once. Raises `InvalidRequest` where several are asked for: see `complete_choices`."""
+        if request.n != 1:
+            raise InvalidRequest("complete gives one answer; with n above 1 call complete_choices.", parameter="n")
+        (completion,) = await self.complete_choices(request, timeout_s=timeout_s)
+        return completion
+
+    async def complete_choices(
+        self, request: GenerationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[Completion, ...]:
+        """The whole answers to one prompt at once, `request.n` of them, in the order of their numbers."""
         builder = CompletionBuilder()
         async with aclosing(self.generate(request, timeout_s=timeout_s)) as events:
             async for event in events:
                 builder.add(event)
-        return builder.build()
+        return builder.build_choices()
 
     async def server_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServerInfo:
         request = generation_pb.GetServerInfoRequest()
@@ -208,12 +218,43 @@ class GenerationClient:
             late = f"No reply from {self.endpoint} within {timeout_s:g} s; allow more time, or see how busy it is."
             raise self._explain(error, late=late) from error
 
-    async def _call(self, answer: _Answer) -> AsyncGenerator[Event]:
+    async def _answer(self, answer: _Answer, interruption: _Interrupted | None = None) -> AsyncGenerator[Event]:
+        """What is missing of one answer, in as many calls as it takes; `interruption` is what ended the last one."""
+        while True:
+            if interruption is not None:
+                await self._pause(answer, interruption)
+            try:
+                async with aclosing(self._call(answer)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except _Interrupted as error:
+                interruption = error
+
+    async def _choices(self, choices: _Choices) -> AsyncGenerator[Event]:
+        """All choices of a request: in one call, and from where that breaks in one call for each that is not whole."""
+        while not choices.has_started:
+            try:
+                async with aclosing(self._call(choices)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except _Interrupted as error:
+                interruption = error
+            if not choices.has_started:
+                await self._pause(choices, interruption)
+        async with aclosing(
+            interleaved([self._answer(answer, interruption) for answer in choices.unfinished])
+        ) as events:
+            async for event in events:
+                yield event
+
+    async def _call(self, asked: _Asked) -> AsyncGenerator[Event]:
         """The events of one call that the caller has not seen. Raises `_Interrupted` where another call may help."""
         call = self._stub().Generate(
-            request_to_proto(answer.next_request()),
-            timeout=answer.time_remaining_s,
-            metadata=(APPLICATION_METADATA, (DEADLINE_METADATA_KEY, str(answer.deadline_unix_ms))),
+            request_to_proto(asked.next_request()),
+            timeout=asked.limit.remaining_s,
+            metadata=(APPLICATION_METADATA, (DEADLINE_METADATA_KEY, str(asked.limit.deadline_unix_ms))),
         )
         has_begun = False
         try:
@@ -222,44 +263,44 @@ class GenerationClient:
                 if event is None:
                     continue
                 has_begun = True
-                fresh = answer.take(event)
+                fresh = asked.take(event)
                 if fresh is not None:
                     yield fresh
         except grpc.aio.AioRpcError as error:
-            if answer.is_finished:
+            if asked.is_finished:
                 return  # the answer is whole, whatever became of the connection then
-            late = f"No whole answer within {answer.timeout_s:g} s; allow more time or ask for fewer tokens."
-            failure = self._explain(error, late=late, in_mid_answer=answer.has_started)
-            if _may_be_resumed(error, failure, answer, has_begun=has_begun):
+            late = f"No whole answer within {asked.limit.timeout_s:g} s; allow more time or ask for fewer tokens."
+            failure = self._explain(error, late=late, in_mid_answer=asked.has_started)
+            if _may_be_resumed(error, failure, asked, has_begun=has_begun):
                 raise _Interrupted(failure) from error
             raise failure from error
         except asyncio.CancelledError as error:
             if _is_cancelled_by_caller():
                 raise
-            if answer.is_finished:
+            if asked.is_finished:
                 return
             raise _Interrupted(IncompleteAnswer(_CANCELLED_SENTENCE)) from error
         finally:
             call.cancel()
-        if not answer.is_finished:
+        if not asked.is_finished:
             raise _Interrupted(IncompleteAnswer("The server's stream ended before the answer did; ask again."))
 
-    async def _pause(self, answer: _Answer, interruption: _Interrupted) -> None:
+    async def _pause(self, asked: _Asked, interruption: _Interrupted) -> None:
         """Wait before the next call; raises what ended the last one if there is to be none."""
         failure = interruption.failure
-        pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2.0 ** min(answer.failures, 32))
+        pause_s = min(_LONGEST_PAUSE_S, self._first_pause_s * 2.0 ** min(asked.failures, 32))
         # Clients that lost the same server must not come back all at once.
         pause_s = max(pause_s, failure.retry_after_s or 0.0) * random.uniform(1.0, 1.25)
-        answer.failures += 1
-        if answer.failures <= self._most_failures(answer, failure) and pause_s < answer.time_remaining_s:
+        asked.failures += 1
+        if asked.failures <= self._most_failures(asked, failure) and pause_s < asked.limit.remaining_s:
             await asyncio.sleep(pause_s)
             if self._channel is not None:
                 return
         raise failure from interruption.__cause__
 
-    def _most_failures(self, answer: _Answer, failure: PacelineError) -> int:
+    def _most_failures(self, asked: _Asked, failure: PacelineError) -> int:
         """Failures in a row after which another call is made."""
-        if answer.has_started:
+        if asked.has_started:
             return self._max_resumptions
         # Nothing is lost yet: a server that restarts is waited for briefly, any other trouble is the caller's to judge.
         return min(_FIRST_TRIES - 1, self._max_resumptions) if isinstance(failure, ServerUnavailable) else 0
@@ -328,16 +369,46 @@ class _Interrupted(Exception):
         self.failure = failure  # what the caller is told if no other call is made
 
 
+class _TimeLimit:
+    """Until when the caller waits, over all calls."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.deadline_unix_ms = int(min(time.time() + timeout_s, _LATEST_DEADLINE_S) * 1000)
+        self._deadline_s = time.monotonic() + timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        return self._deadline_s - time.monotonic()
+
+
+class _Asked(Protocol):
+    """What one call asks for: an answer, or all choices of a request together."""
+
+    limit: _TimeLimit
+    failures: int  # calls in a row that brought no token
+
+    @property
+    def has_started(self) -> bool: ...
+
+    @property
+    def has_tokens(self) -> bool: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def next_request(self) -> GenerationRequest: ...
+
+    def take(self, event: Event) -> Event | None: ...
+
+
 class _Answer:
     """What has come of one answer, over all calls for it. Invariant: `take` has let each token through once."""
 
-    def __init__(self, request: GenerationRequest, *, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.deadline_unix_ms = int(min(time.time() + timeout_s, _LATEST_DEADLINE_S) * 1000)
-        self.failures = 0  # calls in a row that brought no token
+    def __init__(self, request: GenerationRequest, limit: _TimeLimit, *, choice: int = 0) -> None:
+        self.limit, self.failures = limit, 0
         self.is_finished = False
-        self._request = request
-        self._deadline_s = time.monotonic() + timeout_s
+        self._request, self._choice = request, choice
         self._started: Started | None = None
         self._token_ids: list[int] = []
         self._resumptions = 0
@@ -350,29 +421,30 @@ class _Answer:
     def has_tokens(self) -> bool:
         return bool(self._token_ids)
 
-    @property
-    def time_remaining_s(self) -> float:
-        return self._deadline_s - time.monotonic()
-
     def next_request(self) -> GenerationRequest:
         """Asks for what is missing."""
         if self._started is None:
             return self._request
         output_ids = (*self._request.output_ids, *self._token_ids)
-        return replace(self._request, seed=self._started.seed, output_ids=output_ids)
+        return replace(self._request, n=1, seed=self._started.seed, output_ids=output_ids)
 
     def take(self, event: Event) -> Event | None:
-        """What of an event the caller gets. Raises `ModelMismatch` if another model has taken the answer up."""
+        """What of an event the caller gets, under the number that the answer has for the caller.
+
+        Raises `ModelMismatch` if another model has taken the answer up, and `PayloadInvalid` if the server leaves out
+        what was asked for.
+        """
         match event:
             case Started():
                 return self._take_started(event)
             case Delta():
+                self._check_logprobs(event)
                 self._token_ids += event.token_ids
                 self.failures = 0 if event.token_ids else self.failures
-                return event
+                return replace(event, choice=self._choice)
             case Finished():
                 self.is_finished = True
-                return replace(event, resumptions=self._resumptions)
+                return replace(event, resumptions=self._resumptions, choice=self._choice)
 
     def _take_started(self, event: Started) -> Started | None:
         if self._started is None:
@@ -386,8 +458,56 @@ class _Answer:
         self._resumptions += 1
         return None
 
+    def _check_logprobs(self, event: Delta) -> None:
+        if self._request.logprobs is not None and len(event.logprobs) != len(event.token_ids):
+            raise PayloadInvalid("The server gives no log-probabilities; it is older than this client.")
 
-def _may_be_resumed(error: grpc.aio.AioRpcError, failure: PacelineError, answer: _Answer, *, has_begun: bool) -> bool:
+
+class _Choices:
+    """All choices of one request, as long as one call brings them. They start together; then each goes its own way."""
+
+    def __init__(self, request: GenerationRequest, limit: _TimeLimit) -> None:
+        self.limit, self.failures = limit, 0
+        self._request = request
+        self._answers = [_Answer(request, limit, choice=choice) for choice in range(request.n)]
+
+    @property
+    def unfinished(self) -> list[_Answer]:
+        return [answer for answer in self._answers if not answer.is_finished]
+
+    @property
+    def has_started(self) -> bool:
+        return self._answers[0].has_started
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(answer.has_tokens for answer in self._answers)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.unfinished
+
+    def next_request(self) -> GenerationRequest:
+        return self._request
+
+    def take(self, event: Event) -> Event | None:
+        """As `_Answer.take`; raises `PayloadInvalid` if the server gives another number of answers."""
+        if isinstance(event, Started):
+            if len(event.seeds) != len(self._answers):
+                raise PayloadInvalid(
+                    f"The server gives {len(event.seeds)} answers, not {len(self._answers)}; it is older than this client."
+                )
+            for answer, seed in zip(self._answers, event.seeds, strict=True):
+                answer.take(replace(event, seeds=(seed,)))
+            return event
+        if event.choice >= len(self._answers):
+            raise PayloadInvalid(
+                f"The server sent tokens of answer {event.choice}, of {len(self._answers)}; ask again."
+            )
+        return self._answers[event.choice].take(event)
+
+
+def _may_be_resumed(error: grpc.aio.AioRpcError, failure: PacelineError, asked: _Asked, *, has_begun: bool) -> bool:
     """Whether another call may go on where this one ended, of which any event came if it `has_begun`.
 
     It may not where the request itself is at fault.
@@ -395,7 +515,7 @@ def _may_be_resumed(error: grpc.aio.AioRpcError, failure: PacelineError, answer:
     if reported_error(error) is not None:
         # An orchestrator tries itself to go on at another target for as long as it is told to; full and draining are its
         # own troubles, which another one need not have. Without a token nothing is lost: the caller may judge.
-        return answer.has_tokens and isinstance(failure, Draining | QueueFull)
+        return asked.has_tokens and isinstance(failure, Draining | QueueFull)
     # Full is a place where the answer was to go on, before it does; later it is a message too large to be sent.
     return error.code() in _BROKEN or (error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not has_begun)
 

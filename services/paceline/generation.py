@@ -5,14 +5,26 @@ Knows nothing of gRPC, tensors or models; `client` carries these values over the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from paceline.errors import InvalidRequest, PacelineError
-from paceline.types import MAX_DRAFT_LENGTH, MAX_SEED, FinishReason, ModelInfo, Origin, SamplingParams, VerificationRule
+from paceline.types import (
+    MAX_DRAFT_LENGTH,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    FinishReason,
+    ModelInfo,
+    Origin,
+    SamplingParams,
+    TokenLogprobs,
+    VerificationRule,
+)
 
 MAX_STOP_STRINGS = 16
+MAX_CHOICES = 16
 ROLES = ("system", "user", "assistant")
 _MAX_UINT32 = 2**32 - 1
 
@@ -58,7 +70,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One answer to ask for; exactly one of `text`, `token_ids` and `messages` is the prompt.
+    """What to answer, and how; exactly one of `text`, `token_ids` and `messages` is the prompt.
 
     Raises `InvalidRequest`, which names the parameter, for what the protocol cannot carry.
     """
@@ -71,6 +83,10 @@ class GenerationRequest:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     seed: int | None = None  # None: one is drawn and reported
     output_ids: tuple[int, ...] = ()  # resumes an answer: what the caller has of it; needs the seed above temperature 0
+    logprobs: int | None = (
+        None  # 0 to 20: with raw log-probabilities, and of so many most probable tokens too; None: without
+    )
+    n: int = 1  # answers to the same prompt, side by side, each with its own seed
 
     def __post_init__(self) -> None:
         given = [prompt for prompt in (self.text, self.token_ids, self.messages) if prompt is not None]
@@ -86,6 +102,13 @@ class GenerationRequest:
         _require_range("draft_length", _present(self.speculation.draft_length), highest=MAX_DRAFT_LENGTH)
         _require_range("seed", _present(self.seed), highest=MAX_SEED)
         _require_range("output_ids", self.output_ids)
+        _require_range("logprobs", _present(self.logprobs), highest=MAX_LOGPROBS)
+        _require_range("n", [self.n], lowest=1, highest=MAX_CHOICES)
+        if self.output_ids and self.n > 1:
+            raise InvalidRequest(
+                "n must be 1 where output_ids resume an answer; resume each choice by itself, with its own seed.",
+                parameter="n",
+            )
         if self.output_ids and self.seed is None and not self.sampling.is_greedy:
             raise InvalidRequest(
                 "output_ids resume an answer, whose seed must be given above temperature 0.", parameter="seed"
@@ -119,10 +142,10 @@ def _present(value: int | None) -> tuple[int, ...]:
     return () if value is None else (value,)
 
 
-def _require_range(parameter: str, values: Sequence[int], *, highest: int = _MAX_UINT32) -> None:
+def _require_range(parameter: str, values: Sequence[int], *, lowest: int = 0, highest: int = _MAX_UINT32) -> None:
     for value in values:
-        if not 0 <= value <= highest:
-            raise InvalidRequest(f"{parameter} must lie in [0, {highest}], not {value}.", parameter=parameter)
+        if not lowest <= value <= highest:
+            raise InvalidRequest(f"{parameter} must lie in [{lowest}, {highest}], not {value}.", parameter=parameter)
 
 
 def _require_text(parameter: str, text: str) -> None:
@@ -156,9 +179,16 @@ class IncompleteAnswer(PacelineError):
 class Started:
     """The request was admitted."""
 
-    request_id: str  # identifies this answer in logs and errors
-    seed: int  # the seed in force
+    request_id: str  # identifies this request in logs and errors
+    seeds: tuple[
+        int, ...
+    ]  # in force, one a choice; each alone, as the seed of a request with n=1, gives its choice again
     prompt_tokens: int
+
+    @property
+    def seed(self) -> int:
+        """Of the first choice, mostly the only one."""
+        return self.seeds[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +199,8 @@ class Delta:
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]  # one a token
     pieces: tuple[str, ...]  # text of each token by itself, for display
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
+    choice: int = 0  # which of the request's answers this belongs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +245,7 @@ class SpeculationUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The last event of a whole answer."""
+    """The last event of a whole answer; with n > 1 others may still go on."""
 
     finish_reason: FinishReason
     text: str  # held back until now
@@ -221,6 +253,7 @@ class Finished:
     speculation: SpeculationUsage
     resumed_tokens: int = 0  # of the completion tokens, those that the last call brought along as `output_ids`
     resumptions: int = 0  # how often the client took the answer up again; a server never says
+    choice: int = 0  # which of the request's answers this belongs to
 
 
 Event = Started | Delta | Finished
@@ -241,6 +274,8 @@ class Completion:
     speculation: SpeculationUsage
     resumed_tokens: int = 0  # of the completion tokens, those that the last call brought along
     resumptions: int = 0  # how often the client took the answer up again after a break
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
+    choice: int = 0  # which of the request's answers this is
 
     @property
     def tokens_per_second(self) -> float:
@@ -250,38 +285,50 @@ class Completion:
 
 
 class CompletionBuilder:
-    """Gathers the events of one stream, given in order, into a `Completion`."""
+    """Gathers the events of one stream, given in order, into a `Completion` for each choice."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
-        self._deltas: list[Delta] = []
-        self._finished: Finished | None = None
+        self._deltas: defaultdict[int, list[Delta]] = defaultdict(list)
+        self._finished: dict[int, Finished] = {}
 
     def add(self, event: Event) -> None:
         match event:
             case Started():
                 self._started = event
             case Delta():
-                self._deltas.append(event)
+                self._deltas[event.choice].append(event)
             case Finished():
-                self._finished = event
+                self._finished[event.choice] = event
 
     def build(self) -> Completion:
-        """Raises `IncompleteAnswer` unless both `started` and `finished` have come."""
-        if self._started is None or self._finished is None:
+        """The only choice. Raises `IncompleteAnswer` unless both `started` and `finished` have come."""
+        (completion,) = self.build_choices()
+        return completion
+
+    def build_choices(self) -> tuple[Completion, ...]:
+        """All choices, in their order. Raises `IncompleteAnswer` unless `started`, and `finished` for each, have come."""
+        started = self._started
+        if started is None or len(self._finished) < len(started.seeds):
             raise IncompleteAnswer("The server's answer lacks its beginning or its end; ask again.")
+        return tuple(self._build(started, choice) for choice in range(len(started.seeds)))
+
+    def _build(self, started: Started, choice: int) -> Completion:
+        deltas, finished = self._deltas[choice], self._finished[choice]
         return Completion(
-            request_id=self._started.request_id,
-            text="".join(delta.text for delta in self._deltas) + self._finished.text,
-            token_ids=tuple(token_id for delta in self._deltas for token_id in delta.token_ids),
-            origins=tuple(origin for delta in self._deltas for origin in delta.origins),
-            pieces=tuple(piece for delta in self._deltas for piece in delta.pieces),
-            finish_reason=self._finished.finish_reason,
-            seed=self._started.seed,
-            usage=self._finished.usage,
-            speculation=self._finished.speculation,
-            resumed_tokens=self._finished.resumed_tokens,
-            resumptions=self._finished.resumptions,
+            request_id=started.request_id,
+            text="".join(delta.text for delta in deltas) + finished.text,
+            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            origins=tuple(origin for delta in deltas for origin in delta.origins),
+            pieces=tuple(piece for delta in deltas for piece in delta.pieces),
+            finish_reason=finished.finish_reason,
+            seed=started.seeds[choice],
+            usage=finished.usage,
+            speculation=finished.speculation,
+            resumed_tokens=finished.resumed_tokens,
+            resumptions=finished.resumptions,
+            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+            choice=choice,
         )
 
 

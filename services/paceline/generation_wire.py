@@ -26,7 +26,7 @@ from paceline.generation import (
     StopConditions,
     Usage,
 )
-from paceline.types import FinishReason, Origin
+from paceline.types import FinishReason, Origin, TokenLogprobs
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1 import session_pb2 as session_pb
 from paceline.wire import (
@@ -78,6 +78,8 @@ def request_to_proto(request: GenerationRequest) -> generation_pb.GenerateReques
         speculation=_options_to_proto(request.speculation),
         seed=request.seed,
         output_ids=request.output_ids,
+        logprobs=request.logprobs,
+        n=request.n if request.n > 1 else None,
     )
     if request.text is not None:
         message.text = request.text
@@ -109,6 +111,8 @@ def request_from_proto(message: generation_pb.GenerateRequest) -> GenerationRequ
         speculation=_options_from_proto(message.speculation),
         seed=message.seed if message.HasField("seed") else None,
         output_ids=tuple(message.output_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        n=message.n if message.HasField("n") else 1,
     )
 
 
@@ -142,7 +146,7 @@ def event_to_proto(event: Event) -> generation_pb.GenerateResponse:
     match event:
         case Started():
             started = generation_pb.Started(
-                request_id=event.request_id, seed=event.seed, prompt_tokens=event.prompt_tokens
+                request_id=event.request_id, seed=event.seed, prompt_tokens=event.prompt_tokens, seeds=event.seeds
             )
             return generation_pb.GenerateResponse(started=started)
         case Delta():
@@ -151,6 +155,8 @@ def event_to_proto(event: Event) -> generation_pb.GenerateResponse:
                 token_ids=event.token_ids,
                 origins=[_ORIGIN_TO_PROTO[origin] for origin in event.origins],
                 pieces=event.pieces,
+                logprobs=[_logprobs_to_proto(entry) for entry in event.logprobs],
+                choice=event.choice,
             )
             return generation_pb.GenerateResponse(delta=delta)
         case Finished():
@@ -162,16 +168,21 @@ def event_to_proto(event: Event) -> generation_pb.GenerateResponse:
                 ),
                 speculation=_usage_to_proto(event.speculation),
                 resumed_tokens=event.resumed_tokens,
+                choice=event.choice,
             )
             return generation_pb.GenerateResponse(finished=finished)
 
 
 def event_from_proto(response: generation_pb.GenerateResponse) -> Event | None:
-    """None for an event that this client is too old to know; raises `PayloadInvalid` for a value it does not know."""
+    """None for an event that this client is too old to know; raises `PayloadInvalid` for what it cannot read."""
     match response.WhichOneof("event"):
         case "started":
             started = response.started
-            return Started(request_id=started.request_id, seed=started.seed, prompt_tokens=started.prompt_tokens)
+            return Started(
+                request_id=started.request_id,
+                seeds=tuple(started.seeds) or (started.seed,),
+                prompt_tokens=started.prompt_tokens,
+            )
         case "delta":
             delta = response.delta
             return Delta(
@@ -179,6 +190,8 @@ def event_from_proto(response: generation_pb.GenerateResponse) -> Event | None:
                 token_ids=tuple(delta.token_ids),
                 origins=tuple(_known(_ORIGIN_FROM_PROTO, origin) for origin in delta.origins),
                 pieces=tuple(delta.pieces),
+                logprobs=_logprobs_from_proto(delta),
+                choice=delta.choice,
             )
         case "finished":
             finished = response.finished
@@ -190,9 +203,35 @@ def event_from_proto(response: generation_pb.GenerateResponse) -> Event | None:
                 ),
                 speculation=_usage_from_proto(finished.speculation),
                 resumed_tokens=finished.resumed_tokens,
+                choice=finished.choice,
             )
         case _:
             return None
+
+
+def _logprobs_to_proto(logprobs: TokenLogprobs) -> generation_pb.TokenLogprobs:
+    return generation_pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+        top_pieces=logprobs.top_pieces,
+    )
+
+
+def _logprobs_from_proto(delta: generation_pb.Delta) -> tuple[TokenLogprobs, ...]:
+    if len(delta.logprobs) not in (0, len(delta.token_ids)):
+        raise PayloadInvalid(
+            f"The server sent {len(delta.token_ids)} tokens with {len(delta.logprobs)} log-probabilities; ask again."
+        )
+    return tuple(
+        TokenLogprobs(
+            token_id,
+            entry.logprob,
+            tuple(zip(entry.top_ids, entry.top_logprobs, strict=False)),
+            tuple(entry.top_pieces),
+        )
+        for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=False)
+    )
 
 
 def _known(values: dict[Number, Value], number: Number) -> Value:

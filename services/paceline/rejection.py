@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -33,9 +33,19 @@ from paceline.sampling import (
     argmax_token,
     coupled_sample,
     draw,
+    raw_log_probs,
     target_log_probs,
 )
-from paceline.types import AcceptUniform, Origin, Row, SamplingParams, Verdict, VerificationRule
+from paceline.types import (
+    AcceptUniform,
+    Origin,
+    Row,
+    RowLogprobs,
+    SamplingParams,
+    TokenLogprobs,
+    Verdict,
+    VerificationRule,
+)
 
 
 def judge_draft(
@@ -48,12 +58,13 @@ def judge_draft(
     draft_distributions: Sequence[SparseDistribution] | None,
     seed: int,
     base_length: int,
+    logprobs: int | None = None,
 ) -> tuple[Row, ...]:
     """What the target says of a draft on `base_length` tokens, up to and including the first row that ends it.
 
     Row i decides the absolute position `base_length + i`; `history` holds the tokens the draft stands on. `rule` is the
     effective one (`SessionSpec.effective_rule`). Without `draft_distributions` the draft is deterministic; they are
-    read under `rejection` alone. Raises `PayloadInvalid` for a draft that does not fit the vocabulary or its own
+    read under `rejection` alone. `logprobs` (`SessionSpec.logprobs`) adds the model's own log-probabilities. Raises `PayloadInvalid` for a draft that does not fit the vocabulary or its own
     distributions, and `DistributionUnusable` for a row that leaves no token to draw.
     """
     assert logits.ndim == 2
@@ -80,7 +91,12 @@ def judge_draft(
         rows.append(row)
         if kept_length == len(draft_ids) or not is_accepted(row, draft_ids[kept_length], position, accept_uniform):
             break
-    return tuple(rows)
+    if logprobs is None:
+        return tuple(rows)
+    return tuple(
+        replace(row, logprobs=_row_logprobs(logits[index], row, draft_ids[index : index + 1], top=logprobs))
+        for index, row in enumerate(rows)
+    )
 
 
 def walk(
@@ -107,6 +123,25 @@ def walk(
         return Verdict(len(draft_ids), None, Origin.BONUS)
     bonus = _row_at(rows, len(draft_ids))
     return Verdict(len(draft_ids), bonus.token_id, Origin.BONUS if draft_ids else Origin.PLAIN)
+
+
+def emitted_logprobs(draft_ids: Sequence[int], rows: Sequence[Row], verdict: Verdict) -> tuple[TokenLogprobs, ...]:
+    """The log-probabilities of the tokens that a verdict emits: of the kept ones, then of the next token if there is one.
+
+    `verdict` is what `walk` read from these rows. Raises `PayloadInvalid` if they carry no log-probabilities.
+    """
+    ids = [*draft_ids[: verdict.kept_length], *([] if verdict.next_token is None else [verdict.next_token])]
+    emitted: list[TokenLogprobs] = []
+    for index, (token_id, row) in enumerate(zip(ids, rows, strict=False)):
+        if row.logprobs is None:
+            raise PayloadInvalid("The target gave no log-probabilities, though it was asked for them.")
+        # Where tokens are compared a kept one is the row's own; where ratios decide it may be another.
+        is_drafted = index < verdict.kept_length and row.ratio is not None
+        logprob = row.logprobs.drafted if is_drafted else row.logprobs.sampled
+        if logprob is None:
+            raise PayloadInvalid("The target gave no log-probability of a drafted token that is accepted.")
+        emitted.append(TokenLogprobs(token_id, logprob, row.logprobs.top))
+    return tuple(emitted)
 
 
 def is_accepted(row: Row, draft_id: int, position: int, accept_uniform: AcceptUniform) -> bool:
@@ -157,6 +192,18 @@ def _residual(target_probs: Tensor, distribution: SparseDistribution) -> Tensor:
     weights = target_probs.index_add(0, ids, -shares).clamp_(min=0.0)
     total = weights.sum()
     return weights.div_(total) if float(total) > 0.0 else target_probs
+
+
+def _row_logprobs(
+    logits: Tensor,  # [vocab_size]
+    row: Row,
+    drafted: Sequence[int],  # the token judged by the row, if there is one
+    *,
+    top: int,
+) -> RowLogprobs:
+    named_ids = [row.token_id] if row.ratio is None else [row.token_id, *drafted]
+    (sampled, *others), most_probable = raw_log_probs(logits, named_ids, top=top)
+    return RowLogprobs(sampled, others[0] if others else None, most_probable)
 
 
 def _row_by_ratio(

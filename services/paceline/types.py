@@ -25,6 +25,7 @@ MAX_SEED = 2**64 - 1
 MAX_DRAFT_LENGTH = 64  # tokens of one draft
 MAX_VOCAB_SIZE = 2**22  # tokens; far beyond any model, and few enough to pad a row to
 MAX_CREDIT = 2 * MAX_DRAFT_LENGTH + 1  # tokens drafted beyond the committed ones
+MAX_LOGPROBS = 20  # most probable tokens that are reported beside one token
 
 
 class VerificationRule(StrEnum):
@@ -149,6 +150,7 @@ class SessionSpec:
     seed: int  # 0 .. MAX_SEED
     rule: VerificationRule
     vocab_size: int  # of the target: no id at or above it may be drafted
+    logprobs: int | None = None  # how many most probable tokens to report beside each token; None: no log-probabilities
 
     @property
     def effective_rule(self) -> VerificationRule:
@@ -197,6 +199,34 @@ class Proposal:
     draft_time_s: float = 0.0  # model time spent on it
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most probable tokens at one row with their log-probabilities, in descending order, the lower id first on a tie."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable the model itself finds one emitted token, and the most probable tokens in its place.
+
+    Log-probabilities are raw: the log-softmax, in float32, of the target's logits before penalties, biases, bans,
+    temperature and filters. The token is among `top` only if it is one of the most probable; tokens of probability 0
+    never are.
+    """
+
+    token_id: int
+    logprob: float
+    top: TopLogprobs = ()
+    top_pieces: tuple[str, ...] = ()  # text of each of `top` by itself, for display, where somebody has a tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """The raw log-probabilities (`TokenLogprobs`) at one row, of whichever token the walk may emit there."""
+
+    sampled: float  # of the row's own token
+    drafted: float | None = None  # of the drafted token, where the row carries a ratio; -inf for probability 0
+    top: TopLogprobs = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What the target says of one row of a block.
@@ -208,6 +238,7 @@ class Row:
 
     token_id: int
     ratio: float | None = None
+    logprobs: RowLogprobs | None = None  # None: the session asks for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +247,10 @@ class VerdictRows:
 
     base_length: int
     rows: tuple[Row, ...]
-    step_time_s: float = 0.0  # the model step these rows came from
-    queue_time_s: float = 0.0  # from arrival at the target to the start of that step
+    step_time_s: float = 0.0  # of the model steps that the draft took part in: one, but for prompts
+    queue_time_s: float = 0.0  # from arrival at the target to the start of the first
+    step_sessions: int = 0  # how many sessions the last of them took
+    step_tokens: int = 0  # how many tokens it fed
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,13 @@ from paceline.errors import (
 )
 from paceline.types import (
     MAX_CREDIT,
+    MAX_LOGPROBS,
     MAX_VOCAB_SIZE,
     Draft,
     ModelInfo,
     Proposal,
     Row,
+    RowLogprobs,
     SamplingParams,
     SessionSpec,
     VerdictRows,
@@ -120,6 +122,7 @@ def open_to_proto(spec: SessionSpec, committed_ids: Iterable[int]) -> session_pb
         seed=spec.seed,
         rule=RULE_TO_PROTO[spec.rule],
         vocab_size=spec.vocab_size,
+        logprobs=spec.logprobs,
     )
 
 
@@ -142,6 +145,8 @@ def open_from_proto(
             f"The session must say how large the target's vocabulary is, from 1 to {MAX_VOCAB_SIZE}, "
             f"not {message.vocab_size}."
         )
+    if message.logprobs > MAX_LOGPROBS:
+        raise PayloadInvalid(f"A session reports at most {MAX_LOGPROBS} most probable tokens, not {message.logprobs}.")
     try:
         sampling = sampling_from_proto(message.sampling)
         sampling.check_vocabulary(message.vocab_size)
@@ -156,6 +161,7 @@ def open_from_proto(
         seed=message.seed,
         rule=RULE_FROM_PROTO[message.rule],
         vocab_size=message.vocab_size,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
     return spec, check_ids(message.committed_ids, vocab_size=vocab_size, what="The committed tokens")
 
@@ -243,21 +249,54 @@ def verdict_to_proto(verdict: VerdictRows) -> target_pb.VerdictRows:
         ratios=[row.ratio for row in verdict.rows if row.ratio is not None],
         step_time_us=_to_microseconds(verdict.step_time_s),
         queue_time_us=_to_microseconds(verdict.queue_time_s),
+        logprobs=[_logprobs_to_proto(row.logprobs) for row in verdict.rows if row.logprobs is not None],
+        step_sessions=verdict.step_sessions,
+        step_tokens=verdict.step_tokens,
     )
 
 
 def verdict_from_proto(message: target_pb.VerdictRows, *, vocab_size: int) -> VerdictRows:
-    """Raises `PayloadInvalid` for ids outside the vocabulary or a wrong number of ratios."""
+    """Raises `PayloadInvalid` for ids outside the vocabulary, or a wrong number of ratios or log-probabilities."""
     ids = check_ids(message.token_ids, vocab_size=vocab_size, what="The verdict's rows")
     if len(message.ratios) > len(ids):
         raise PayloadInvalid(f"A verdict of {len(ids)} rows cannot carry {len(message.ratios)} ratios.")
+    if len(message.logprobs) not in (0, len(ids)):
+        raise PayloadInvalid(f"A verdict of {len(ids)} rows cannot carry {len(message.logprobs)} log-probabilities.")
     ratios: list[float | None] = [*message.ratios, *([None] * (len(ids) - len(message.ratios)))]
+    logprobs: list[RowLogprobs | None] = [None] * len(ids)
+    if message.logprobs:
+        logprobs = [_logprobs_from_proto(row, vocab_size=vocab_size) for row in message.logprobs]
     return VerdictRows(
         base_length=message.base_length,
-        rows=tuple(Row(token_id, ratio) for token_id, ratio in zip(ids, ratios, strict=True)),
+        rows=tuple(Row(*row) for row in zip(ids, ratios, logprobs, strict=True)),
         step_time_s=message.step_time_us / _MICROSECONDS,
         queue_time_s=message.queue_time_us / _MICROSECONDS,
+        step_sessions=message.step_sessions,
+        step_tokens=message.step_tokens,
     )
+
+
+def _logprobs_to_proto(logprobs: RowLogprobs) -> target_pb.RowLogprobs:
+    return target_pb.RowLogprobs(
+        token_logprob=logprobs.sampled,
+        draft_logprob=logprobs.drafted,
+        top_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def _logprobs_from_proto(message: target_pb.RowLogprobs, *, vocab_size: int) -> RowLogprobs:
+    drafted = message.draft_logprob if message.HasField("draft_logprob") else None
+    if not len(message.top_ids) == len(message.top_logprobs) <= MAX_LOGPROBS:
+        raise PayloadInvalid(
+            f"A row carries at most {MAX_LOGPROBS} most probable tokens with a log-probability each, not "
+            f"{len(message.top_ids)} with {len(message.top_logprobs)}."
+        )
+    for logprob in (message.token_logprob, 0.0 if drafted is None else drafted, *message.top_logprobs):
+        if not logprob <= 0.0:
+            raise PayloadInvalid(f"A log-probability is at most 0, but one is {logprob}.")
+    ids = check_ids(message.top_ids, vocab_size=vocab_size, what="The most probable tokens")
+    return RowLogprobs(message.token_logprob, drafted, tuple(zip(ids, message.top_logprobs, strict=True)))
 
 
 def _to_microseconds(seconds: float) -> int:

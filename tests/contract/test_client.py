@@ -35,6 +35,7 @@ from paceline.client import (
     SpeculationOptions,
     Started,
     StopConditions,
+    TokenLogprobs,
     Usage,
     VerificationRule,
 )
@@ -95,7 +96,7 @@ async def test_events_come_in_order_and_typed(client: GenerationClient) -> None:
     """One `Started`, the deltas with one origin and one piece a token, one `Finished`."""
     events = [event async for event in client.generate(REQUEST)]
     assert [type(event) for event in events] == [Started, Delta, Delta, Delta, Finished]
-    assert events[0] == Started(request_id="r1", seed=SEED, prompt_tokens=3)
+    assert events[0] == Started(request_id="r1", seeds=(SEED,), prompt_tokens=3)
     assert events[2] == Delta(
         text=" sky is blue",
         token_ids=(101, 102, 103),
@@ -123,6 +124,54 @@ async def test_completion_joins_all_events(client: GenerationClient) -> None:
     assert completion.speculation.rule is VerificationRule.COUPLED
     assert completion.speculation.schedule is Schedule.PIPELINED
     assert completion.speculation.target_busy_share == pytest.approx(0.8)
+
+
+async def test_choices_come_mixed_and_are_told_apart(client: GenerationClient) -> None:
+    """One `Started` with the seed of each, then the events of both; the completions are in the order of their numbers."""
+    request = replace(REQUEST, n=2, seed=7)
+    events = [event async for event in client.generate(request)]
+    assert events[0] == Started(request_id="r1", seeds=(7, 8), prompt_tokens=3)
+    assert [event.choice for event in events if not isinstance(event, Started)] == [0, 1] * 4
+    first, second = await client.complete_choices(request)
+    assert (first.choice, first.seed, first.text) == (0, 7, TEXT)
+    assert second == replace(first, choice=1, seed=8)
+
+
+async def test_log_probabilities_come_with_their_tokens(client: GenerationClient) -> None:
+    """One for each, with the most probable tokens; without being asked for there are none."""
+    completion = await client.complete(replace(REQUEST, logprobs=2))
+    expected = [TokenLogprobs(token_id, -0.25, ((0, -0.5), (1, -1.0)), (" t0", " t1")) for token_id in range(100, 106)]
+    assert completion.logprobs == tuple(expected)
+    assert (await client.complete(REQUEST)).logprobs == ()
+
+
+async def test_one_completion_is_not_made_of_several(client: GenerationClient) -> None:
+    """`complete` refuses by name what only `complete_choices` can give, which gives one as well."""
+    with pytest.raises(InvalidRequest) as refusal:
+        await client.complete(replace(REQUEST, n=2))
+    assert refusal.value.parameter == "n"
+    assert await client.complete_choices(REQUEST) == (await client.complete(REQUEST),)
+
+
+@pytest.mark.parametrize(
+    "asked", [replace(REQUEST, n=2), replace(REQUEST, logprobs=0)], ids=["several answers", "log-probabilities"]
+)
+async def test_server_too_old_for_the_request_is_named_as_such(
+    client: GenerationClient, service: FakeGenerationService, asked: GenerationRequest
+) -> None:
+    """A server that ignores what it does not know must not pass for one that has done it."""
+
+    def old(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        request.ClearField("n")
+        request.ClearField("logprobs")
+        for event in canned_answer(request):
+            event.started.ClearField("seeds") if event.HasField("started") else None
+            yield event
+
+    service.answer = old
+    assert (await client.complete(REQUEST)).seed == SEED
+    with pytest.raises(PayloadInvalid, match="older than this client"):
+        await client.complete_choices(asked)
 
 
 async def test_server_info_names_models_and_defaults(client: GenerationClient) -> None:
@@ -218,6 +267,7 @@ async def test_every_field_reaches_the_server(client: GenerationClient, service:
         speculation=SpeculationOptions(rule=VerificationRule.REJECTION, draft_length=0, schedule=Schedule.SEQUENTIAL),
         seed=0,
         output_ids=(100, 101),
+        logprobs=0,
     )
     await client.complete(request)
     assert service.requests == [
@@ -248,6 +298,7 @@ async def test_every_field_reaches_the_server(client: GenerationClient, service:
             ),
             seed=0,
             output_ids=[100, 101],
+            logprobs=0,
         )
     ]
 
@@ -274,6 +325,8 @@ async def test_what_is_left_out_is_absent(client: GenerationClient, service: Fak
     assert not sent.speculation.HasField("draft_length")
     assert not sent.sampling.HasField("allowed_token_ids")
     assert not sent.output_ids
+    assert not sent.HasField("logprobs")
+    assert not sent.HasField("n")
     assert sent.speculation.rule == session_pb.VERIFICATION_RULE_UNSPECIFIED
     assert sent.speculation.schedule == pb.SCHEDULE_UNSPECIFIED
 
@@ -312,6 +365,11 @@ def test_empty_prompt_is_still_a_prompt(kind: str, prompt: dict[str, object]) ->
         ("logit_bias", {"text": "a", "sampling": SamplingParams(logit_bias=((2**32, 1.0),))}),
         ("output_ids", {"text": "a", "seed": 1, "output_ids": (1, 2**32)}),
         ("seed", {"text": "a", "output_ids": (1,)}),
+        ("logprobs", {"text": "a", "logprobs": -1}),
+        ("logprobs", {"text": "a", "logprobs": 21}),
+        ("n", {"text": "a", "n": 0}),
+        ("n", {"text": "a", "n": 17}),
+        ("n", {"text": "a", "n": 2, "seed": 1, "output_ids": (1,)}),
     ],
 )
 def test_what_the_protocol_cannot_carry_is_refused_by_name(parameter: str, fields: dict[str, object]) -> None:
@@ -533,6 +591,58 @@ async def test_time_of_the_caller_bounds_all_calls_together(
     first, second = (int(metadata["deadline-unix-ms"]) for metadata in service.metadata)
     assert first == second
     assert abs(first / 1000 - time.time() - 20.0) < 15.0
+
+
+CHOICES = replace(REQUEST, n=2, seed=7, logprobs=1)
+EVENTS_OF_CHOICES = 9  # `Started`, and of each choice three rounds and `Finished`
+
+
+@pytest.mark.parametrize("count", range(1, EVENTS_OF_CHOICES))
+async def test_each_choice_goes_on_by_itself_where_their_stream_breaks(
+    client: GenerationClient, service: FakeGenerationService, count: int
+) -> None:
+    """Those that are not whole are asked for one by one, with their own seeds and tokens; the caller sees no seam."""
+    whole = await client.complete_choices(CHOICES)
+    service.requests.clear()
+    service.answer = in_turn(broken_after(count, BareStatus(grpc.StatusCode.UNAVAILABLE)))
+    choices = await client.complete_choices(CHOICES)
+    for answer, expected in zip(choices, whole, strict=True):
+        assert (answer.text, answer.token_ids, answer.pieces) == (expected.text, expected.token_ids, expected.pieces)
+        assert (answer.choice, answer.seed, answer.logprobs) == (expected.choice, expected.seed, expected.logprobs)
+    resumed = {request.seed: request for request in service.requests[1:]}
+    assert sorted(resumed) == ([7, 8] if count < EVENTS_OF_CHOICES - 1 else [8])
+    assert not any(request.HasField("n") for request in resumed.values())
+    assert sum(len(request.output_ids) for request in resumed.values()) == sum(
+        answer.resumed_tokens for answer in choices
+    )
+    assert [answer.resumptions for answer in choices] == [int(seed in resumed) for seed in (7, 8)]
+
+
+async def test_choices_that_have_not_begun_are_asked_for_together(
+    client: GenerationClient, service: FakeGenerationService
+) -> None:
+    """A server that restarts is asked for all of them again."""
+    service.answer = in_turn(broken_after(0, BareStatus(grpc.StatusCode.UNAVAILABLE)))
+    assert [answer.text for answer in await client.complete_choices(CHOICES)] == [TEXT, TEXT]
+    assert [request.n for request in service.requests] == [2, 2]
+
+
+async def test_one_choice_that_cannot_go_on_ends_all(client: GenerationClient, service: FakeGenerationService) -> None:
+    """The error of one reaches the caller, and the call for the other is ended."""
+    is_waiting, release = threading.Event(), threading.Event()
+
+    def resumed(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        if request.seed == 8:
+            assert is_waiting.wait(30)
+            raise TargetUnavailable("The target is gone.")
+        yield from itertools.islice(canned_answer(request), 1)
+        is_waiting.set()
+        assert release.wait(30)
+
+    service.answer = in_turn(broken_after(3, BareStatus(grpc.StatusCode.UNAVAILABLE)), resumed, resumed)
+    with pytest.raises(TargetUnavailable):
+        await client.complete_choices(CHOICES)
+    release.set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

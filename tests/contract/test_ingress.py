@@ -43,7 +43,7 @@ from paceline.v1 import generation_service_pb2 as pb
 
 REQUEST = pb.GenerateRequest(text="Why?")
 EVENTS: tuple[Event, ...] = (
-    Started(request_id="r1", seed=7, prompt_tokens=3),
+    Started(request_id="r1", seeds=(7,), prompt_tokens=3),
     Finished(
         finish_reason=FinishReason.STOP,
         text="Because.",

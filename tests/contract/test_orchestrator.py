@@ -432,6 +432,8 @@ any_request = st.builds(
         schedule=st.integers(0, 4),
     ),
     seed=st.none() | st.integers(0, 2**64 - 1),
+    logprobs=st.none() | st.integers(0, 21),
+    n=st.none() | st.integers(0, 2) | st.just(17),
 )
 
 TYPED = {

@@ -276,6 +276,28 @@ async def test_answer_survives_a_break_in_every_round(writer: Writer, tokenizer:
         assert answer.resumptions > 10
 
 
+@shared
+async def test_choices_survive_a_break_each_by_itself(writer: Writer, tokenizer: Path) -> None:
+    """Whatever each had by then, the other orchestrator goes on with it: all are the answers never interrupted."""
+    asked = replace(CASES["coupled, penalties and stop strings"], n=3, logprobs=1)
+    async with behind_a_proxy(writer[0], tokenizer) as (proxy, client):
+        whole = await client.complete_choices(asked)
+        assert len({answer.token_ids for answer in whole}) == 3
+        events = sum(answer.speculation.rounds + 1 for answer in whole)
+        for limit in range(1, events, 7):
+            proxy.breaks = [limit, 3]
+            choices = await client.complete_choices(asked)
+            for answer, expected in zip(choices, whole, strict=True):
+                assert (answer.token_ids, answer.text, answer.pieces) == (
+                    expected.token_ids, expected.text, expected.pieces,
+                )  # fmt: skip
+                assert (answer.finish_reason, answer.usage, answer.seed) == (
+                    expected.finish_reason, expected.usage, expected.seed,
+                )  # fmt: skip
+                assert answer.logprobs == expected.logprobs
+            assert sum(answer.resumptions for answer in choices) >= 1
+
+
 async def test_answer_survives_the_end_of_its_orchestrator(tokenizer: Path) -> None:
     """It is stopped in mid-answer and started again on its port; the client finds it, and goes on where it was."""
     asked = request(PROMPT, max_tokens=24, rule=VerificationRule.COUPLED, schedule=Schedule.PLAIN)

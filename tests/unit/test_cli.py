@@ -127,6 +127,7 @@ def test_every_option_reaches_the_request(endpoint: str, service: FakeGeneration
         "--min-p", "0.05", "--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3",
         "--seed", "0", "--max-tokens", "11", "--min-tokens", "2", "--stop", "END", "--stop", "\n", "--ignore-eos",
         "--rule", "rejection", "--schedule", "sequential", "--draft-length", "0", "--timeout", "30",
+        "--n", "2", "--logprobs", "0",
     )  # fmt: skip
     assert service.requests == [
         pb.GenerateRequest(
@@ -146,9 +147,66 @@ def test_every_option_reaches_the_request(endpoint: str, service: FakeGeneration
                 rule=session_pb.VERIFICATION_RULE_REJECTION, draft_length=0, schedule=pb.SCHEDULE_SEQUENTIAL
             ),
             seed=0,
+            n=2,
+            logprobs=0,
         )
     ]
     assert 0 < service.deadlines_s[0] <= 31
+
+
+def test_several_answers_stand_one_below_the_other(endpoint: str) -> None:
+    """They come mixed and are written one after the other; their seeds, and a line of numbers each, are beside them."""
+    seeds = [2**64 - 3 + choice for choice in range(3)]
+    result = paceline("generate", "Why?", "--endpoint", endpoint, "--n", "3", "--seed", str(seeds[0]))
+    assert result.exit_code == 0
+    assert result.stdout == f"{TEXT}\n" * 3
+    words = " ".join(result.stderr.split())
+    headers = " ".join(f"choice {choice}, seed {seed}:" for choice, seed in enumerate(seeds))
+    assert words.startswith(f"{headers} choice tokens tokens/s")
+    for choice, seed in enumerate(seeds):
+        assert f"{choice} 6 12.0 75 % 3 stop {seed}" in words
+
+
+def test_first_answer_is_written_while_it_comes(endpoint: str, service: FakeGenerationService) -> None:
+    """What breaks off in the middle has shown the first choice as far as it came, and nothing of those behind it."""
+
+    def answer(request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
+        yield from list(canned_answer(request))[:5]
+        raise ContextTooLong("The prompt is too long.")
+
+    service.answer = answer
+    result = paceline("generate", "Why?", "--endpoint", endpoint, "--n", "2")
+    assert (result.exit_code, result.stdout) == (1, "The sky is blue\n")
+
+
+def test_several_answers_are_one_json_object(endpoint: str) -> None:
+    """`choices` lists them, each with the keys that an only answer has."""
+    (alone, several) = (
+        json.loads(paceline("generate", "Why?", "--endpoint", endpoint, "--json", "--seed", "7", "--n", n).stdout)
+        for n in ("1", "2")
+    )
+    assert several == {"choices": [alone, alone | {"seed": 8}]}
+
+
+def test_log_probabilities_are_a_line_a_token(endpoint: str) -> None:
+    """Each token with its own, and the most probable ones in its place with their text, a table a choice."""
+    result = paceline("generate", "Why?", "--endpoint", endpoint, "--logprobs", "2", "--n", "2")
+    assert result.stdout == f"{TEXT}\n" * 2
+    words = " ".join(result.stderr.split())
+    for choice in range(2):
+        assert f"choice {choice} logprob most probable" in words
+    assert words.count("' sky' -0.25 ' t0' -0.50 ' t1' -1.00") == 2
+
+
+def test_log_probabilities_stand_in_the_json_where_asked_for(endpoint: str) -> None:
+    """One entry a token; 0 gives the token's own alone."""
+    answers = [
+        json.loads(paceline("generate", "Why?", "--endpoint", endpoint, "--json", "--logprobs", count).stdout)
+        for count in ("0", "1")
+    ]
+    assert answers[0]["logprobs"][5] == {"id": 105, "logprob": -0.25, "top": []}
+    assert answers[1]["logprobs"][0]["top"] == [{"id": 0, "piece": " t0", "logprob": -0.5}]
+    assert [len(answer["logprobs"]) for answer in answers] == [6, 6]
 
 
 def test_raw_prompt_is_sent_as_text(endpoint: str, service: FakeGenerationService) -> None:
@@ -234,14 +292,16 @@ class CountingClient(GenerationClient):
         self.running = 0
         self.most_running = 0
 
-    async def complete(self, request: GenerationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Completion:
+    async def complete_choices(
+        self, request: GenerationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[Completion, ...]:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         # Every request that may run begins before the first ends.
         for _ in range(20):
             await asyncio.sleep(0)
         self.running -= 1
-        return completion(elapsed_s=1.0)
+        return (completion(elapsed_s=1.0),)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -349,7 +409,9 @@ def test_no_prompts_are_no_output(endpoint: str, tmp_path: Path) -> None:
     ("line", "complaint"),
     [
         ({"prompt": "a", "temprature": 0}, "has the unknown field temprature; did you mean temperature?"),
-        ({"prompt": "a", "n": 2}, "has the unknown field n; the fields are prompt, messages, token_ids"),
+        ({"prompt": "a", "zzz": 2}, "has the unknown field zzz; the fields are prompt, messages, token_ids"),
+        ({"prompt": "a", "n": 17}, "n must lie in [1, 16], not 17"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs must lie in [0, 20], not 21"),
         (
             {"messages": [{"role": "user", "contents": "a"}]},
             "unknown field messages[0].contents; did you mean content?",
@@ -426,6 +488,7 @@ def test_contradicting_options_are_usage_errors(arguments: list[str], complaint:
         (["--top-p", "0"], "top_p must lie in (0, 1], not 0"),
         (["--seed", str(2**64)], f"seed must lie in [0, {2**64 - 1}]"),
         (["--stop", ""], "stop must not hold an empty string"),
+        (["--n", "0"], "n must lie in [1, 16], not 0"),
     ],
 )
 def test_values_out_of_range_are_sentences(
@@ -704,7 +767,17 @@ def test_help_names_every_command_and_option() -> None:
     """The commands and the options of the contract are there."""
     assert all(command in paceline("--help").stdout for command in ("generate", "demo", "up", "serve", "status"))
     options: dict[str, Any] = {
-        "generate": ["--endpoint", "--prompts", "--concurrency", "--show-drafts", "--raw", "--json", "--min-p"],
+        "generate": [
+            "--endpoint",
+            "--prompts",
+            "--concurrency",
+            "--show-drafts",
+            "--raw",
+            "--json",
+            "--min-p",
+            "--n",
+            "--logprobs",
+        ],
         "up": ["--port", "--target", "--drafter", "--schedule", "--rule", "--draft-length", "--dtype", "--logit-noise"],
         "demo": ["--target", "--drafter", "--draft-length", "--max-tokens", "--ray"],
         "serve": ["--config", "--address", "--sim-cluster", "--port"],

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -28,8 +28,10 @@ from paceline.types import (
     FinishReason,
     Origin,
     Row,
+    RowLogprobs,
     SessionSpec,
     SpeculationStats,
+    TokenLogprobs,
     VerdictRows,
     VerificationRule,
 )
@@ -688,3 +690,83 @@ async def test_the_pair_test_sees_noise_that_stands_still(monkeypatch: pytest.Mo
     monkeypatch.setattr(noise, "_stream_key", standing)
     answers = await markov_answers(sessions=SESSIONS // 2)
     assert p_value(answers, known=2) < SIGNIFICANCE / 100
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DescribingTarget:
+    """Another target's rows with made-up log-probabilities, each token's its own: -id where sampled, -id - 100 where
+    drafted, and the length of the prefix behind the most probable one."""
+
+    target: Target
+
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+        verdict = await self.target.verify(prefix, draft)
+        described = [
+            replace(row, logprobs=self._describe(row, len(prefix) + index, draft.ids[index : index + 1]))
+            for index, row in enumerate(verdict.rows)
+        ]
+        return replace(verdict, rows=tuple(described))
+
+    def _describe(self, row: Row, position: int, drafted: Sequence[int]) -> RowLogprobs:
+        drafted_logprob = None if row.ratio is None else -100.0 - drafted[0]
+        return RowLogprobs(-float(row.token_id), drafted_logprob, ((position, 0.0),))
+
+
+def described(ids: Sequence[int], *, offsets: Sequence[float]) -> list[TokenLogprobs]:
+    return [
+        TokenLogprobs(token_id, offset - token_id, ((len(PROMPT) + index, 0.0),))
+        for index, (token_id, offset) in enumerate(zip(ids, offsets, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("stop", [None, *sorted(set(alone(11)))])
+async def test_log_probabilities_end_with_the_tokens(stop: int | None) -> None:
+    """One for each delivered token, whichever token of a draft ends the answer (C23): nothing behind it is told."""
+    drafts = ScriptedDrafts(lambda prefix, length: OfferedDraft(Draft(tuple(next_own(prefix, length)))))
+    asked = replace(spec(VerificationRule.COUPLED), logprobs=1)
+    outcome = await answer(asked, target=DescribingTarget(MatchingTarget()), drafts=drafts, max_tokens=11, stop=stop)
+    assert outcome.ids == alone(11, stop=stop)
+    assert [len(result.logprobs) for result in outcome.rounds] == [
+        len(result.delivery.token_ids) for result in outcome.rounds
+    ]
+    told = [entry for result in outcome.rounds for entry in result.logprobs]
+    assert told == described(outcome.ids, offsets=[0.0] * len(outcome.ids))
+
+
+def next_own(prefix: TokenPrefix, length: int) -> list[int]:
+    """A draft that the matching target keeps whole."""
+    ids = list(prefix.ids)
+    for _ in range(length):
+        ids.append(own_token(ids))
+    return ids[len(prefix) :]
+
+
+async def test_pipelined_rejection_tells_of_the_first_token_behind_a_draft_with_its_own_row() -> None:
+    """Drafts of three kept whole, the first bonus left to the draft behind it: that draft's first row speaks for its
+    token, and nothing is told of the bonus that nobody looked at. Behind the last draft the bonus is emitted."""
+    drafts = fixed_drafts(drafted=1, has_next=lambda: True)
+    target = DescribingTarget(RatioTarget(lambda length: length, bonus=9))
+    asked = replace(spec(VerificationRule.REJECTION), logprobs=1)
+    outcome = await answer(asked, target=target, drafts=drafts, draft_length=3, max_tokens=8)
+    assert outcome.ids == [0, *[1] * 6, 9]
+    told = [entry for result in outcome.rounds for entry in result.logprobs]
+    assert told == described(outcome.ids, offsets=[0.0, *[-100.0] * 6, 0.0])
+
+
+async def test_target_that_keeps_its_log_probabilities_to_itself_ends_the_answer() -> None:
+    """They were asked for, so they are never left out in silence."""
+    asked = replace(spec(VerificationRule.COUPLED), logprobs=0)
+    outcome = await answer(asked, target=MatchingTarget(), drafts=fixed_drafts())
+    assert isinstance(outcome.error, PayloadInvalid)
+    assert outcome.ids == []
+
+
+async def test_log_probabilities_that_nobody_asked_for_are_not_passed_on() -> None:
+    """The session decides, not the target."""
+    outcome = await answer(
+        spec(VerificationRule.COUPLED), target=DescribingTarget(MatchingTarget()), drafts=fixed_drafts(), max_tokens=3
+    )
+    assert [result.logprobs for result in outcome.rounds] == [()] * len(outcome.rounds)

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline import noise, rejection
 from paceline.errors import InvalidRequest, PayloadInvalid
 from paceline.noise import Purpose
-from paceline.rejection import judge_draft, judge_siblings, walk
+from paceline.rejection import emitted_logprobs, judge_draft, judge_siblings, walk
 from paceline.sampling import (
     DistributionUnusable,
     SparseDistribution,
@@ -28,7 +28,7 @@ from paceline.sampling import (
     target_log_probs,
     truncate_to_top,
 )
-from paceline.types import Origin, Row, SamplingParams, Verdict, VerificationRule
+from paceline.types import Origin, Row, RowLogprobs, SamplingParams, TokenLogprobs, Verdict, VerificationRule
 
 GREEDY, REJECTION, COUPLED = VerificationRule.GREEDY, VerificationRule.REJECTION, VerificationRule.COUPLED
 LOWEST_UNIFORM, HIGHEST_UNIFORM = 2.0**-53, 1.0 - 2.0**-53
@@ -58,6 +58,7 @@ def judge(
     history: TokenHistory | None = None,
     seed: int = 1,
     base_length: int = 10,
+    logprobs: int | None = None,
     **params: Any,
 ) -> tuple[Row, ...]:
     return judge_draft(
@@ -69,6 +70,7 @@ def judge(
         draft_distributions=distributions,
         seed=seed,
         base_length=base_length,
+        logprobs=logprobs,
     )
 
 
@@ -543,3 +545,82 @@ def test_judging_changes_none_of_its_inputs() -> None:
     for each, (ids, probs) in zip(sent, before[1], strict=True):
         assert each.ids.equal(ids)
         assert each.probs.equal(probs)
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+def plain_logprobs(logits: Tensor, token_id: int, top: int) -> TokenLogprobs:
+    """What plain decoding reports at that row, in the simplest way."""
+    log_probs = logits.float().log_softmax(0).tolist()
+    ranked = sorted(range(len(log_probs)), key=lambda other: (-log_probs[other], other))
+    return TokenLogprobs(token_id, log_probs[token_id], tuple((other, log_probs[other]) for other in ranked[:top]))
+
+
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("is_deterministic", [True, False])
+@pytest.mark.parametrize(("rule", "temperature"), [(GREEDY, 0.0), (COUPLED, 0.8), (REJECTION, 0.8)])
+def test_each_emitted_token_has_the_log_probability_of_plain_decoding(
+    rule: VerificationRule, temperature: float, *, is_deterministic: bool, top: int
+) -> None:
+    """Accepted, correction, bonus and plain tokens (200 seeds, all four come up), and a draft whose bonus is left to the
+    next one: the raw value of the very row that decides the token, whatever penalties and filters made of it."""
+    params = SamplingParams(temperature=temperature, top_k=5, frequency_penalty=0.5, logit_bias=((2, 1.0),))
+    seen: set[Origin] = set()
+    for seed in range(200):
+        draft_length = seed % 4
+        logits = seeded_rows(draft_length + 1, 8, seed=seed)
+        drawn: list[tuple[int, SparseDistribution | None]] = []
+        for index in range(draft_length):
+            history, drafted = TokenHistory(()), [token_id for token_id, _ in drawn]
+            drawn.append(
+                draw_draft_token(
+                    logits[index] + 0.3 * seeded_rows(1, 8, seed=seed + 1000)[0],
+                    params=params, rule=rule, history=history, drafted=drafted, seed=seed, position=10 + index,
+                )
+            )  # fmt: skip
+        draft_ids = [token_id for token_id, _ in drawn]
+        sent = [distribution for _, distribution in drawn if distribution is not None]
+        rows = judge_draft(
+            logits, rule=rule, params=params, history=TokenHistory(()), draft_ids=draft_ids,
+            draft_distributions=None if is_deterministic else sent, seed=seed, base_length=10, logprobs=top,
+        )  # fmt: skip
+        for bonus_is_drafted in (False, True) if draft_ids else (False,):
+            verdict = walk(
+                draft_ids, rows, accept_uniform=accept_uniforms(seed), base_length=10, bonus_is_drafted=bonus_is_drafted
+            )
+            next_ids = [] if verdict.next_token is None else [verdict.next_token]
+            ids = draft_ids[: verdict.kept_length] + next_ids
+            seen |= {verdict.next_origin} | ({Origin.DRAFT} if verdict.kept_length else set())
+            assert emitted_logprobs(draft_ids, rows, verdict) == tuple(
+                plain_logprobs(row, token_id, top) for row, token_id in zip(logits, ids, strict=False)
+            )
+    assert seen == set(Origin)
+
+
+def test_accepted_draft_token_has_its_own_log_probability_under_rejection() -> None:
+    """Not that of the correction which its row carries besides."""
+    rows = (
+        Row(4, 1.0, RowLogprobs(-4.0, -1.0, ((1, -1.0),))),
+        Row(5, 0.0, RowLogprobs(-5.0, -math.inf, ((5, -5.0),))),
+    )
+    verdict = walk([1, 2], rows, accept_uniform=always(0.5), base_length=3)
+    assert emitted_logprobs([1, 2], rows, verdict) == (
+        TokenLogprobs(1, -1.0, ((1, -1.0),)),
+        TokenLogprobs(5, -5.0, ((5, -5.0),)),
+    )
+
+
+@pytest.mark.parametrize("row", [Row(4, 1.0), Row(4, 1.0, RowLogprobs(-4.0))])
+def test_rows_without_the_log_probabilities_that_are_needed_are_refused(row: Row) -> None:
+    """A target that was asked and gives none must not look as if nothing had been asked for."""
+    rows = (row, Row(5, None, RowLogprobs(-5.0)))
+    verdict = walk([1], rows, accept_uniform=always(0.5), base_length=3)
+    with pytest.raises(PayloadInvalid, match="log-probabilit"):
+        emitted_logprobs([1], rows, verdict)
+
+
+def test_log_probabilities_cost_nothing_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is looked at for them, and none carries any."""
+    monkeypatch.setattr(rejection, "raw_log_probs", None)
+    assert all(row.logprobs is None for row in judge(seeded_rows(3, 9), [1, 2], rule=COUPLED))

@@ -27,6 +27,7 @@ from paceline.sampling import (
     coupled_sample,
     draw,
     draw_draft_token,
+    raw_log_probs,
     target_log_probs,
     truncate_to_top,
 )
@@ -566,3 +567,32 @@ def test_acceptance_and_correction_do_not_read_the_numbers_of_the_draft() -> Non
     assert distribution is not None
     number = noise.uniform(77, 6, Purpose.DRAFT_SAMPLE)
     assert token_id == int(distribution.ids[draw(distribution.probs.double(), number)])
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [7, 40_000])
+def test_most_probable_tokens_are_ordered_and_ties_go_to_the_lowest_ids(vocab_size: int) -> None:
+    """Also where the tie goes on behind the last that is asked for."""
+    logits = torch.zeros(vocab_size)
+    logits[[5, 1, 3]] = torch.tensor([2.0, 1.0, 2.0])
+    named, top = raw_log_probs(logits, [6, 5], top=5)
+    log_probs = logits.log_softmax(0).tolist()
+    assert named == [log_probs[6], log_probs[5]]
+    assert top == tuple((token_id, log_probs[token_id]) for token_id in (3, 5, 1, 0, 2))
+
+
+def test_tokens_without_any_probability_are_never_among_the_most_probable() -> None:
+    """There are fewer, then, also where the vocabulary is smaller than what is asked for."""
+    logits = torch.tensor([0.0, -math.inf, 0.0])
+    assert raw_log_probs(logits, [1], top=20)[0] == [-math.inf]
+    assert [token_id for token_id, _ in raw_log_probs(logits, [0], top=20)[1]] == [0, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_probabilities_are_those_of_float32(dtype: torch.dtype) -> None:
+    """Whatever the model computes in, so that the wire carries exactly what the target reports."""
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(3)).to(dtype)
+    named, _ = raw_log_probs(logits, range(100), top=0)
+    assert torch.equal(torch.tensor(named, dtype=torch.float32), logits.float().log_softmax(0))

@@ -31,11 +31,13 @@ from paceline.sessions import Address, Event, Open, SessionTable
 from paceline.telemetry import ServiceMetrics
 from paceline.types import (
     MAX_CREDIT,
+    MAX_LOGPROBS,
     MAX_SEED,
     Draft,
     ModelInfo,
     Proposal,
     Row,
+    RowLogprobs,
     SamplingParams,
     SessionSpec,
     VerdictRows,
@@ -88,6 +90,13 @@ sampling = st.builds(
     stop_token_ids=st.lists(st.integers(0, 8), max_size=3).map(tuple),
 )
 rules = st.sampled_from(VerificationRule)
+log_probabilities = st.floats(max_value=0.0, width=32)
+row_logprobs = st.builds(
+    RowLogprobs,
+    log_probabilities,
+    st.none() | log_probabilities,
+    st.lists(st.tuples(st.integers(0, 9), log_probabilities), max_size=MAX_LOGPROBS).map(tuple),
+)
 times_s = st.integers(0, 2**32 - 1).map(lambda microseconds: microseconds / 1_000_000)
 
 
@@ -116,11 +125,18 @@ def test_absent_sampling_parameters_are_off() -> None:
     prompt_share=st.floats(0, 1),
     seed=st.sampled_from([0, 1, MAX_SEED]) | st.integers(0, MAX_SEED),
     rule=rules,
+    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
 )
 def test_an_opening_arrives_unchanged(
-    params: SamplingParams, committed_ids: list[int], prompt_share: float, seed: int, rule: VerificationRule
+    *,
+    params: SamplingParams,
+    committed_ids: list[int],
+    prompt_share: float,
+    seed: int,
+    rule: VerificationRule,
+    logprobs: int | None,
 ) -> None:
-    """100 drawn sessions: seed 0 and the highest one are seeds like any other."""
+    """100 drawn sessions: seed 0 and the highest one are seeds like any other, and 0 log-probabilities are not none."""
     if rule is VerificationRule.GREEDY:
         params = replace(params, temperature=0.0)
     spec = SessionSpec(
@@ -130,6 +146,7 @@ def test_an_opening_arrives_unchanged(
         seed=seed,
         rule=rule,
         vocab_size=VOCAB_SIZE,
+        logprobs=logprobs,
     )
     data = open_to_proto(spec, committed_ids).SerializeToString()
     message = session_pb.OpenSession.FromString(data)
@@ -163,6 +180,21 @@ def test_a_verdict_arrives_unchanged(
     verdict = VerdictRows(base_length=7, rows=rows, step_time_s=time_s, queue_time_s=queue_time_s)
     message = target_pb.VerdictRows.FromString(verdict_to_proto(verdict).SerializeToString())
     assert verdict_from_proto(message, vocab_size=VOCAB_SIZE) == verdict
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rows=st.lists(st.builds(Row, st.integers(0, 9), st.none(), row_logprobs), max_size=4).map(tuple))
+def test_log_probabilities_arrive_unchanged(rows: tuple[Row, ...]) -> None:
+    """100 drawn verdicts: to the last bit, since they are float32 from the start."""
+    verdict = VerdictRows(base_length=7, rows=rows)
+    message = target_pb.VerdictRows.FromString(verdict_to_proto(verdict).SerializeToString())
+    assert verdict_from_proto(message, vocab_size=VOCAB_SIZE) == verdict
+
+
+def test_a_verdict_without_log_probabilities_has_not_grown() -> None:
+    """Sessions that ask for none send as many bytes as ever: 3 rows in 7 bytes, the base and the ids."""
+    verdict = VerdictRows(base_length=7, rows=(Row(1), Row(2), Row(3)))
+    assert len(verdict_to_proto(verdict).SerializeToString()) == 7
 
 
 @pytest.mark.parametrize(("seconds", "microseconds"), [(-1.0, 0), (0.0000014, 1), (1e9, 2**32 - 1)])
@@ -240,6 +272,7 @@ BAD_OPENINGS = {
     "a negative temperature": opening(sampling={"temperature": -1.0}),
     "top_p 0": opening(sampling={"top_p": 0.0}),
     "an empty list of allowed tokens": opening(sampling={"allowed_token_ids": {}}),
+    "more log-probabilities than there may be": opening(logprobs=MAX_LOGPROBS + 1),
     "every token banned": opening(sampling={"banned_token_ids": list(range(VOCAB_SIZE))}),
 } | {
     f"{what} {outside}": message
@@ -298,6 +331,26 @@ def test_a_malformed_verdict_is_refused(token_ids: list[int], ratios: list[float
     message = target_pb.VerdictRows(base_length=3, token_ids=token_ids, ratios=ratios)
     with pytest.raises(PayloadInvalid):
         verdict_from_proto(message, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [],
+        [{"token_logprob": 0.5}],
+        [{"token_logprob": math.nan}],
+        [{"draft_logprob": math.inf}],
+        [{"top_ids": [1], "top_logprobs": []}],
+        [{"top_ids": [VOCAB_SIZE], "top_logprobs": [-1.0]}],
+        [{"top_ids": [1] * (MAX_LOGPROBS + 1), "top_logprobs": [-1.0] * (MAX_LOGPROBS + 1)}],
+    ],
+    ids=["fewer than rows", "positive", "no number", "infinite", "ids alone", "outside the vocabulary", "too many"],
+)
+def test_malformed_log_probabilities_are_refused(logprobs: list[dict[str, Any]]) -> None:
+    """Of two rows the last is at fault, or is missing."""
+    rows = [target_pb.RowLogprobs(token_logprob=-1.0), *(target_pb.RowLogprobs(**row) for row in logprobs)]
+    with pytest.raises(PayloadInvalid):
+        verdict_from_proto(target_pb.VerdictRows(base_length=3, token_ids=[1, 2], logprobs=rows), vocab_size=VOCAB_SIZE)
 
 
 # ---- the servicers, which do the rest of the translation ------------------------------------------------------------

@@ -13,7 +13,8 @@ from paceline.errors import InvalidRequest, PacelineError
 
 STANDARD_INPUT = Path("-")
 
-Outcome = Completion | PacelineError
+Outcome = tuple[Completion, ...] | PacelineError
+"""The answers to one request, mostly one, or why there are none."""
 
 
 def read_requests(path: Path, defaults: RequestFields) -> list[GenerationRequest]:
@@ -59,7 +60,7 @@ async def complete_all(
     async def outcome_of(request: GenerationRequest) -> Outcome:
         async with gate:
             try:
-                return await client.complete(request, timeout_s=timeout_s)
+                return await client.complete_choices(request, timeout_s=timeout_s)
             except PacelineError as error:
                 return error
 

@@ -1,4 +1,4 @@
-"""`paceline generate`: one answer streamed, or a file of prompts answered line by line."""
+"""`paceline generate`: one answer streamed or several, or a file of prompts answered line by line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options
-from paceline.cli.answers import completion_as_json, error_as_json, stream_answer
+from paceline.cli.answers import answer_as_json, error_as_json, stream_choices
 from paceline.cli.batch import Outcome, complete_all, read_requests
 from paceline.cli.request_fields import RequestFields
 from paceline.cli.serving import running_stack
-from paceline.cli.show import answer_table, legend
+from paceline.cli.show import answer_table, choices_table, legend, logprobs_table
 from paceline.cli.terminal import EXIT_FAILED, Terminal, with_plain_errors
 from paceline.client import DEFAULT_TIMEOUT_S, GenerationClient, GenerationRequest
 from paceline.errors import InvalidRequest, PacelineError
@@ -47,18 +47,20 @@ def generate(
     presence_penalty: options.PresencePenalty = None,
     frequency_penalty: options.FrequencyPenalty = None,
     seed: options.Seed = None,
+    n: options.Choices = None,
     max_tokens: options.MaxTokens = None,
     min_tokens: options.MinTokens = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = None,
     raw: options.Raw = None,
+    logprobs: options.Logprobs = None,
     as_json: options.AsJson = False,
     show_drafts: options.ShowDrafts = False,
     prompts: options.Prompts = None,
     concurrency: options.Concurrency = 4,
     timeout_s: options.Timeout = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Stream an answer, from a running server or from one started for the occasion."""
+    """Stream an answer, or several, from a running server or from one started for the occasion."""
     _refuse_contradictions(
         prompt=prompt, prompts=prompts, endpoint=endpoint, own_server=(target, drafter, dtype),
         as_json=as_json, show_drafts=show_drafts,
@@ -72,6 +74,8 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         seed=seed,
+        n=n,
+        logprobs=logprobs,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop=None if stop is None else tuple(stop),
@@ -150,12 +154,15 @@ def _answer(
     async def run() -> None:
         async with GenerationClient(endpoint) as client:
             if as_json:
-                terminal.write_line(completion_as_json(await client.complete(request, timeout_s=timeout_s)))
+                terminal.write_line(answer_as_json(await client.complete_choices(request, timeout_s=timeout_s)))
                 return
-            completion = await stream_answer(client, request, terminal, show_drafts=show_drafts, timeout_s=timeout_s)
+            choices = await stream_choices(client, request, terminal, show_drafts=show_drafts, timeout_s=timeout_s)
             if show_drafts:
-                terminal.err.print(legend(completion.origins), soft_wrap=True)
-            terminal.err.print(answer_table(completion))
+                terminal.err.print(legend(origin for choice in choices for origin in choice.origins), soft_wrap=True)
+            for choice in choices:
+                if choice.logprobs:
+                    terminal.err.print(logprobs_table(choice, of_several=len(choices) > 1))
+            terminal.err.print(answer_table(choices[0]) if len(choices) == 1 else choices_table(choices))
 
     asyncio.run(run())
 
@@ -166,7 +173,7 @@ def _answer_all(
     """One line an outcome; raises `typer.Exit` at the end if any request failed."""
 
     def report(outcome: Outcome) -> None:
-        line = error_as_json(outcome) if isinstance(outcome, PacelineError) else completion_as_json(outcome)
+        line = error_as_json(outcome) if isinstance(outcome, PacelineError) else answer_as_json(outcome)
         terminal.write_line(line)
 
     async def run() -> int:

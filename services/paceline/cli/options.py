@@ -103,6 +103,21 @@ IgnoreEos = Annotated[
 ]
 
 Raw = Annotated[bool | None, typer.Option("--raw", help="Continue the prompt as it stands, without the chat template.")]
+Choices = Annotated[
+    int | None,
+    typer.Option(
+        "--n", metavar="COUNT", help="Answers to the prompt, side by side, 1 to 16.", rich_help_panel=SAMPLING
+    ),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs",
+        metavar="COUNT",
+        help="Show the log-probability of each token, and so many of the most probable ones; 0 to 20.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Write one JSON object instead of the text.", rich_help_panel=OUTPUT)
 ]

@@ -72,6 +72,8 @@ class RequestFields(BaseModel):
     draft_length: int | None = None
 
     seed: int | None = None
+    n: int | None = None
+    logprobs: int | None = None
 
     @classmethod
     def of(cls, **values: object) -> Self:
@@ -122,6 +124,8 @@ class RequestFields(BaseModel):
                 schedule=self.schedule,
             ),
             seed=self.seed,
+            logprobs=self.logprobs,
+            **self._given("n"),
         )
 
     def _messages(self) -> tuple[ChatMessage, ...] | None:

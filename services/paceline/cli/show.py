@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.table import Table
@@ -50,6 +50,45 @@ def answer_table(completion: Completion) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     table.add_row(*columns.values())
+    return table
+
+
+def choices_table(choices: Sequence[Completion]) -> Table:
+    """The same numbers for several answers, a line each."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("choice", justify="right")
+    for name in ("tokens", "tokens/s", "acceptance", "rounds"):
+        table.add_column(name, justify="right")
+    table.add_column("finish")
+    # A seed that is cut short gives nothing again.
+    table.add_column("seed", min_width=max(len(str(completion.seed)) for completion in choices))
+    for completion in choices:
+        table.add_row(
+            str(completion.choice),
+            str(completion.usage.completion_tokens),
+            f"{completion.tokens_per_second:.1f}",
+            acceptance(completion.speculation),
+            str(completion.speculation.rounds),
+            str(completion.finish_reason),
+            str(completion.seed),
+        )
+    return table
+
+
+def logprobs_table(completion: Completion, *, of_several: bool) -> Table:
+    """A line a token: its log-probability and, if asked for, the most probable tokens in its place."""
+    has_top = any(logprobs.top for logprobs in completion.logprobs)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"choice {completion.choice}" if of_several else "token")
+    table.add_column("logprob", justify="right")
+    if has_top:
+        table.add_column("most probable")
+    for piece, logprobs in zip(completion.pieces, completion.logprobs, strict=True):
+        top = list(zip(logprobs.top, logprobs.top_pieces, strict=True))
+        # A token whose text is held back, or hidden, has no piece of its own; among the most probable it has.
+        own = next((top_piece for (token_id, _), top_piece in top if token_id == logprobs.token_id), piece)
+        most_probable = "  ".join(f"{top_piece!r} {logprob:.2f}" for (_, logprob), top_piece in top)
+        table.add_row(Text(repr(own)), f"{logprobs.logprob:.2f}", *([Text(most_probable)] if has_top else []))
     return table
 
 

@@ -56,7 +56,8 @@ class GenerationServiceServicer(object):
 
     def Generate(self, request, context):
         """Streams one answer: first `started`, then any number of `delta`, then `finished`. A stream that ends without
-        `finished` is incomplete, whatever its status says.
+        `finished` is incomplete, whatever its status says. With `n` above 1 the events of all choices are mixed, those of
+        one choice in their order, and there is one `finished` for each choice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,20 +61,22 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("committed_ids", "prompt_length", "sampling", "seed", "rule", "vocab_size")
+    __slots__ = ("committed_ids", "prompt_length", "sampling", "seed", "rule", "vocab_size", "logprobs")
     COMMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     committed_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     sampling: SamplingParams
     seed: int
     rule: VerificationRule
     vocab_size: int
-    def __init__(self, committed_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[VerificationRule, str]] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    logprobs: int
+    def __init__(self, committed_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[VerificationRule, str]] = ..., vocab_size: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class CloseSession(_message.Message):
     __slots__ = ()
@@ -89,7 +91,7 @@ class SessionFailed(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("sessions", "queued", "draining", "stale_items", "max_sessions", "kv_used_tokens", "kv_capacity_tokens", "num_draft_tokens", "num_accepted_tokens", "step_busy_share")
+    __slots__ = ("sessions", "queued", "draining", "stale_items", "max_sessions", "kv_used_tokens", "kv_capacity_tokens", "num_draft_tokens", "num_accepted_tokens", "step_busy_share", "preemptions", "prefix_reused_tokens")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +102,8 @@ class LoadReport(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     queued: int
     draining: bool
@@ -110,7 +114,9 @@ class LoadReport(_message.Message):
     num_draft_tokens: int
     num_accepted_tokens: int
     step_busy_share: float
-    def __init__(self, sessions: _Optional[int] = ..., queued: _Optional[int] = ..., draining: bool = ..., stale_items: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., step_busy_share: _Optional[float] = ...) -> None: ...
+    preemptions: int
+    prefix_reused_tokens: int
+    def __init__(self, sessions: _Optional[int] = ..., queued: _Optional[int] = ..., draining: bool = ..., stale_items: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., step_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., prefix_reused_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("model_id", "vocab_size", "max_context", "tokenizer_sha256", "incarnation", "method", "dtype", "eos_token_ids", "emulated")

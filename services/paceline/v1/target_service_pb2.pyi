@@ -72,15 +72,33 @@ class TargetEvent(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., verdict: _Optional[_Union[VerdictRows, _Mapping]] = ..., failed: _Optional[_Union[_session_pb2.SessionFailed, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.LoadReport, _Mapping]] = ...) -> None: ...
 
 class VerdictRows(_message.Message):
-    __slots__ = ("base_length", "token_ids", "ratios", "step_time_us", "queue_time_us")
+    __slots__ = ("base_length", "token_ids", "ratios", "step_time_us", "queue_time_us", "logprobs", "step_sessions", "step_tokens")
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RATIOS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_US_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIME_US_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     ratios: _containers.RepeatedScalarFieldContainer[float]
     step_time_us: int
     queue_time_us: int
-    def __init__(self, base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., ratios: _Optional[_Iterable[float]] = ..., step_time_us: _Optional[int] = ..., queue_time_us: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
+    step_sessions: int
+    step_tokens: int
+    def __init__(self, base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., ratios: _Optional[_Iterable[float]] = ..., step_time_us: _Optional[int] = ..., queue_time_us: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., step_sessions: _Optional[int] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+
+class RowLogprobs(_message.Message):
+    __slots__ = ("token_logprob", "draft_logprob", "top_ids", "top_logprobs")
+    TOKEN_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_logprob: float
+    draft_logprob: float
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_logprob: _Optional[float] = ..., draft_logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
