@@ -86,7 +86,6 @@ class DrafterServicer(drafter_grpc.DrafterServiceServicer):
         if isinstance(event.outcome, PacelineError):
             self._metrics.failed_sessions.labels(reason=event.outcome.reason).inc()
             return _failed_event(event.address, event.outcome)
-        self._metrics.step_seconds.observe(event.outcome.draft_time_s)
         return drafter_pb.DrafterEvent(
             session_id=event.address.session_id,
             epoch=event.address.epoch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafter_service.drafter import DraftedToken, DraftView
+from drafter_service.drafter import DraftedToken, DraftView, DraftWork, Outcome, Progress
 from paceline.lookup.ngram import NgramIndex
 
 _ANY_CONTEXT = 2**31 - 1
@@ -14,6 +14,8 @@ class NgramMethod:
     """Needs no model: the state is an index of the committed tokens."""
 
     max_context = _ANY_CONTEXT
+    memory = None
+    preemptions = 0
 
     def __init__(self, *, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._min, self._max = prompt_lookup_min, prompt_lookup_max
@@ -21,16 +23,21 @@ class NgramMethod:
     def open(self, session: DraftView) -> NgramIndex:
         return NgramIndex(prompt_lookup_min=self._min, prompt_lookup_max=self._max)
 
-    def ingest(self, state: NgramIndex, session: DraftView) -> None:
-        state.extend(session.ids[len(state) : session.committed_length])
-
-    def draft(self, state: NgramIndex, session: DraftView, max_tokens: int) -> Sequence[DraftedToken]:
-        self.ingest(state, session)
-        tail = session.ids[session.committed_length :]
-        return [DraftedToken(token_id) for token_id in state.propose(tail, max_tokens)]
+    def draft(self, batch: Sequence[DraftWork[NgramIndex]]) -> Sequence[Outcome]:
+        return [Progress(drafted=self._propose(work)) for work in batch]
 
     def rewind(self, state: NgramIndex, length: int) -> None:
         """The index holds committed tokens alone, and those are never taken back."""
 
-    def kv_tokens(self, state: NgramIndex, session: DraftView) -> int:
+    def pending_tokens(self, state: NgramIndex, session: DraftView) -> int:
         return 0
+
+    def close(self, state: NgramIndex) -> None:
+        """Nothing is held beyond the state itself."""
+
+    @staticmethod
+    def _propose(work: DraftWork[NgramIndex]) -> Sequence[DraftedToken]:
+        state, session = work.state, work.session
+        state.extend(session.ids[len(state) : session.committed_length])
+        tail = session.ids[session.committed_length :]
+        return [DraftedToken(token_id) for token_id in state.propose(tail, work.max_tokens)]

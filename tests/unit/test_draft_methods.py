@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_service.drafter import DraftedToken, DraftSession
+from drafter_service.drafter import DraftedToken, DraftMethod, DraftSession, DraftView, DraftWork
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState, fit_vocabulary
 from drafter_service.methods.ngram import NgramMethod
+from paceline.errors import PacelineError
 from paceline.lookup.ngram import NgramIndex
 from paceline.sampling import DistributionUnusable, TokenHistory, draw_draft_token
 from paceline.types import SamplingParams, SessionSpec, VerificationRule
@@ -49,6 +51,15 @@ class View:
         return unchanged
 
 
+def outcome_of(method: DraftMethod[Any], state: Any, view: DraftView, max_tokens: int) -> Sequence[DraftedToken]:
+    """What one step gives a session that is alone in it."""
+    (outcome,) = method.draft([DraftWork(state, view, max_tokens)])
+    if isinstance(outcome, PacelineError):
+        raise outcome
+    assert outcome.drafted is not None
+    return outcome.drafted
+
+
 @dataclass
 class ModelDrafting:
     """One session of a draft model."""
@@ -66,9 +77,12 @@ class ModelDrafting:
         self.state: DraftState[FakeCache] = self.method.open(self.view)
 
     def draft(self) -> DraftedToken:
-        (token,) = self.method.draft(self.state, self.view, 5)
+        (token,) = outcome_of(self.method, self.state, self.view, 5)
         self.view.ids.append(token.token_id)
         return token
+
+    def catch_up(self) -> None:
+        outcome_of(self.method, self.state, self.view, 0)
 
     def commit(self, kept_length: int, next_token: int) -> None:
         fed_length, unchanged = self.state.cache.length, self.view.commit(kept_length, next_token)
@@ -124,9 +138,9 @@ def test_every_token_is_drawn_as_if_from_scratch(
             assert_same(drafting.draft(), expected)
         drafting.commit(min(kept_length, draft_length), next_token)
         if ingests:
-            drafting.method.ingest(drafting.state, view)
+            drafting.catch_up()
         assert drafting.state.cache.length < len(view.ids)
-        assert drafting.state.cache.ids == view.ids[: drafting.state.cache.length]
+        assert drafting.model.ids_of(drafting.state.cache) == view.ids[: drafting.state.cache.length]
 
 
 def test_only_rejection_carries_distributions() -> None:
@@ -147,9 +161,9 @@ def test_a_distribution_holds_no_more_entries_than_were_asked_for() -> None:
 def test_each_token_costs_one_step_and_reading_costs_at_most_one() -> None:
     """A token after a draft that was kept whole too: its last token and the bonus are fed together."""
     drafting = ModelDrafting(spec(VerificationRule.COUPLED))
-    drafting.method.ingest(drafting.state, drafting.view)
+    drafting.catch_up()
     assert drafting.state.cache.length == len(PROMPT) - 1
-    drafting.method.ingest(drafting.state, drafting.view)
+    drafting.catch_up()
     assert drafting.model.steps == 1
     for steps in (2, 3, 4):
         drafting.draft()
@@ -166,7 +180,7 @@ def test_reading_never_goes_past_the_committed_tokens() -> None:
     drafting = ModelDrafting(spec(VerificationRule.COUPLED))
     for _ in range(3):
         drafting.draft()
-    drafting.method.ingest(drafting.state, drafting.view)
+    drafting.catch_up()
     assert drafting.state.cache.length == len(PROMPT) + 2
     assert drafting.model.steps == 3
 
@@ -214,15 +228,15 @@ def test_lookup_proposes_what_followed_before_and_marks_it_deterministic() -> No
     method = lookup()
     state = method.open(session)
     assert len(state) == 0
-    assert method.draft(state, session, 4) == [DraftedToken(token_id) for token_id in (9, 7, 8, 9)]
-    assert method.draft(state, session, 1) == [DraftedToken(9)]
+    assert outcome_of(method, state, session, 4) == [DraftedToken(token_id) for token_id in (9, 7, 8, 9)]
+    assert outcome_of(method, state, session, 1) == [DraftedToken(9)]
 
 
 def test_lookup_without_a_match_has_nothing_to_offer() -> None:
     """No dummy id stands in for an absent draft."""
     session = DraftSession(spec_of(prompt_length=3, vocab_size=VOCAB_SIZE), (1, 2, 3))
     method = lookup()
-    assert method.draft(method.open(session), session, 4) == []
+    assert outcome_of(method, method.open(session), session, 4) == []
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=6)
@@ -239,8 +253,8 @@ def test_lookup_depends_on_the_ids_alone(rounds: list[tuple[list[int], int, int,
         view.ids += drafted
         expected = NgramIndex(prompt_lookup_min=1, prompt_lookup_max=3)
         expected.extend(view.ids)
-        assert [token.token_id for token in method.draft(state, view, 4)] == list(expected.propose((), 4))
+        assert [token.token_id for token in outcome_of(method, state, view, 4)] == list(expected.propose((), 4))
         method.rewind(state, view.commit(min(kept_length, len(drafted)), next_token))
         if ingests:
-            method.ingest(state, view)
+            assert outcome_of(method, state, view, 0) == []
         assert len(state) <= view.committed_length
