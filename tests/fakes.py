@@ -13,7 +13,9 @@ from torch import Tensor
 from drafter_service.drafter import Commit, Drafted, Drafter, DrafterEvent, DraftMethod, Entry
 from orchestrator.loop import OfferedDraft
 from orchestrator.proposals import ProposalStore
-from paceline.engine.model import Extension
+from paceline.engine.block_pool import BlockPool, BlockTable
+from paceline.engine.interface import Extension
+from paceline.engine.step_plan import Part
 from paceline.errors import PacelineError
 from paceline.packing import pack_distribution, unpack_distribution
 from paceline.prefix import TokenPrefix
@@ -25,15 +27,15 @@ from paceline.types import VerificationRule as Rule
 from target_service.verifier import DraftToJudge, TargetSession, Verifier
 
 
-@dataclass
 class FakeCache:
-    """Remembers the tokens themselves, so that a wrong rollback shows as a wrong next token."""
+    """Remembers the tokens themselves, so that a wrong rollback or a wrongly shared block shows as a wrong next token."""
 
-    ids: list[int] = field(default_factory=list)
+    def __init__(self, table: BlockTable) -> None:
+        self.table = table
 
     @property
     def length(self) -> int:
-        return len(self.ids)
+        return self.table.length
 
 
 Logits = Callable[[Sequence[int]], Sequence[float]]
@@ -41,33 +43,76 @@ Logits = Callable[[Sequence[int]], Sequence[float]]
 
 
 class FakeModel:
-    """A model whose logits are any function of the tokens in its cache; counts its steps."""
+    """A model whose logits are any function of the tokens in its cache; counts its steps.
 
-    def __init__(self, logits: Logits, *, vocab_size: int, max_context: int = 4096) -> None:
+    Its memory is a real block pool, over token ids instead of keys and values.
+    """
+
+    def __init__(
+        self,
+        logits: Logits,
+        *,
+        vocab_size: int,
+        max_context: int = 4096,
+        num_blocks: int = 4096,
+        block_size: int = 16,
+    ) -> None:
         self._logits = logits
-        self.vocab_size, self.max_context = vocab_size, max_context
+        self.vocab_size = vocab_size
+        self.memory = BlockPool(num_blocks, block_size=block_size)
+        self.max_context = min(max_context, self.memory.capacity_tokens)
+        self._slots = [-1] * self.memory.capacity_tokens
         self.steps = 0
         self.lengths_before_step: list[int] = []
+        self.batches: list[list[int]] = []  # tokens of each extension, by step
 
     def new_cache(self) -> FakeCache:
-        return FakeCache()
+        return FakeCache(self.memory.new_table())
+
+    def reserve(self, cache: FakeCache, length: int) -> bool:
+        copies = self.memory.reserve(cache.table, length)
+        size = self.memory.block_size
+        for copy in copies or ():
+            source = slice(copy.source * size, (copy.source + 1) * size)
+            self._slots[copy.destination * size : (copy.destination + 1) * size] = self._slots[source]
+        return copies is not None
 
     def truncate(self, cache: FakeCache, length: int) -> None:
-        assert 0 <= length <= cache.length
-        del cache.ids[length:]
+        self.memory.truncate(cache.table, length)
+
+    def release(self, cache: FakeCache) -> None:
+        self.memory.release(cache.table)
+
+    def reuse_prefix(self, cache: FakeCache, ids: Sequence[int]) -> int:
+        return self.memory.reuse_prefix(cache.table, ids)
+
+    def share_prefix(self, cache: FakeCache, ids: Sequence[int]) -> None:
+        self.memory.share_prefix(cache.table, ids)
 
     def step(self, batch: Sequence[Extension[FakeCache]]) -> list[Tensor]:
         self.steps += 1
+        self.batches.append([len(extension.ids) for extension in batch])
         return [self._extend(extension) for extension in batch]
+
+    def ids_of(self, cache: FakeCache) -> list[int]:
+        """What the cache holds, as the model sees it."""
+        size = self.memory.block_size
+        slots = (cache.table.blocks[position // size] * size + position % size for position in range(cache.length))
+        return [self._slots[slot] for slot in slots]
 
     def _extend(self, extension: Extension[FakeCache]) -> Tensor:
         cache, ids = extension.cache, list(extension.ids)
         assert ids, "a step feeds at least one token"
         assert cache.length + len(ids) <= self.max_context
+        assert self.reserve(cache, cache.length + len(ids)), "room was reserved"
         self.lengths_before_step.append(cache.length)
         first_row = cache.length + len(ids) - extension.rows
-        cache.ids += ids
-        rows = [self._logits(cache.ids[: length + 1]) for length in range(first_row, cache.length)]
+        size = self.memory.block_size
+        for position, token_id in enumerate(ids, start=cache.length):
+            self._slots[cache.table.blocks[position // size] * size + position % size] = token_id
+        self.memory.extend(cache.table, len(ids))
+        seen = self.ids_of(cache)
+        rows = [self._logits(seen[: length + 1]) for length in range(first_row, cache.length)]
         return torch.tensor(rows).reshape(extension.rows, self.vocab_size)
 
 
@@ -193,11 +238,29 @@ def proposal_of(drafted: Drafted) -> Proposal:
     )
 
 
+class SoloVerifier:
+    """A target's verifier and its model, with one draft of one session a step."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self._model = model
+        self.verifier = Verifier(model)
+
+    def open(
+        self, spec: SessionSpec, committed_ids: Sequence[int], previous: TargetSession[FakeCache] | None = None
+    ) -> TargetSession[FakeCache]:
+        return self.verifier.open(spec, committed_ids, previous)
+
+    def judge(self, session: TargetSession[FakeCache], draft: DraftToJudge) -> VerdictRows:
+        part = Part(wish := self.verifier.begin(session, draft), wish.remaining)
+        (logits,) = self._model.step([part.extension()])
+        return VerdictRows(base_length=draft.base_length, rows=self.verifier.judge(session, draft, logits))
+
+
 class LocalTarget:
     """A target in this process (`loop.Target`); `meanwhile` is what happens elsewhere while it judges a draft."""
 
     def __init__(self, model: FakeModel, spec: SessionSpec, *, meanwhile: Callable[[], None] = lambda: None) -> None:
-        self._verifier, self._spec, self._meanwhile = Verifier(model), spec, meanwhile
+        self._verifier, self._spec, self._meanwhile = SoloVerifier(model), spec, meanwhile
         self._session: TargetSession[FakeCache] | None = None
         self._sent_length = 0
 

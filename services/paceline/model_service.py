@@ -9,10 +9,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc.aio
 import structlog
 import torch
-from prometheus_client import CollectorRegistry
 
+from paceline.engine.interface import Memory
+from paceline.engine.memory import Allocation, MemoryLimits
+from paceline.engine.model import CausalModel
 from paceline.errors import PacelineError
-from paceline.model_thread import ModelThread, Worker
+from paceline.model_thread import CommandT_contra, EventT_co, ModelThread, Worker
 from paceline.process import Lifetime, until_idle
 from paceline.rpc import Server
 from paceline.sessions import SessionTable
@@ -26,6 +28,14 @@ logger = structlog.get_logger(__name__)
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
 StateT = TypeVar("StateT")
+
+
+class ModelWorker(Worker[CommandT_contra, EventT_co], Protocol[CommandT_contra, EventT_co]):
+    """What runs on the thread of a model service."""
+
+    @property
+    def preemptions(self) -> int:
+        """Sessions that gave up their memory for others."""
 
 
 class Announcer(Protocol):
@@ -51,7 +61,8 @@ def use_threads(threads: int) -> int:
 class ModelService(Generic[CommandT, EventT]):
     """A model service that is ready to be served: `await service(lifetime)`, once.
 
-    `outcomes` are the drafts of which the worker knows what was kept; none at a drafter.
+    `outcomes` are the drafts of which the worker knows what was kept; none at a drafter. `memory` is that of the model,
+    if there is one, and `allocation` says how it came to be as large as it is.
     """
 
     def __init__(
@@ -61,22 +72,25 @@ class ModelService(Generic[CommandT, EventT]):
         kind: str,
         service_name: str,
         info: ModelInfo,
-        worker: Worker[CommandT, EventT],
+        worker: ModelWorker[CommandT, EventT],
         sessions: SessionTable[Any],
         outcomes: SpeculationStats,
-        make_servicer: Callable[[Callable[[CommandT], None], Callable[[], LoadReport], ServiceMetrics], Servicer],
+        metrics: ServiceMetrics,
+        make_servicer: Callable[[Callable[[CommandT], None], Callable[[], LoadReport]], Servicer],
         register: Callable[[Any, grpc.aio.Server], None],
+        memory: Memory | None = None,
+        allocation: Allocation | None = None,
     ) -> None:
         self.info = info
+        self._worker, self._memory, self._allocation = worker, memory, allocation
         self._settings, self._kind, self._service_name = settings, kind, service_name
         self._sessions, self._outcomes, self._register = sessions, outcomes, register
         self._thread = ModelThread[CommandT, EventT](
             worker, on_events=self._on_events, on_failure=self._on_failure, name=f"{kind}-model"
         )
-        self.registry = CollectorRegistry()
-        metrics = ServiceMetrics(self.registry)
+        self.registry = metrics.registry
         metrics.follow(self.load)
-        self._servicer = make_servicer(self._thread.submit, self.load, metrics)
+        self._servicer = make_servicer(self._thread.submit, self.load)
         self._lifetime: Lifetime | None = None
         self._is_broken = False
 
@@ -113,6 +127,8 @@ class ModelService(Generic[CommandT, EventT]):
             num_draft_tokens=self._outcomes.num_draft_tokens,
             num_accepted_tokens=self._outcomes.num_accepted_tokens,
             step_busy_share=thread.step_busy_share,
+            preemptions=self._worker.preemptions,
+            prefix_reused_tokens=self._memory.reused_tokens if self._memory else 0,
         )
 
     def holds(self, session_id: str) -> bool:
@@ -134,8 +150,9 @@ class ModelService(Generic[CommandT, EventT]):
         model, dtype, threads = self.info.model_id, self.info.dtype, torch.get_num_threads()
         if emulation:
             logger.warning("model steps are held to a set time: what is measured here is emulated", **emulation)
-        lifetime.ready(self._kind, address, model=model, dtype=dtype, threads=threads, **emulation)
-        logger.info("ready", address=address, model=model, dtype=dtype)
+        memory = _memory_fields(self._allocation)
+        lifetime.ready(self._kind, address, model=model, dtype=dtype, threads=threads, **memory, **emulation)
+        logger.info("ready", address=address, model=model, dtype=dtype, **memory)
 
     def _on_events(self, events: Sequence[EventT]) -> None:
         self._servicer.on_events(events)
@@ -146,14 +163,53 @@ class ModelService(Generic[CommandT, EventT]):
         self._lifetime.stop()
 
 
+def load_model(settings: ModelServiceSettings, *, logit_noise: float = 0.0) -> CausalModel:
+    """The model that the settings name, warmed up; raises `ModelUnavailable` and `StartupFailed`."""
+    model = CausalModel.load(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        cache_dir=settings.cache_dir,
+        logit_noise=logit_noise,
+        quantization=settings.quantization,
+        limits=memory_limits(settings),
+        shares_prefixes=settings.enable_prefix_caching,
+    )
+    model.warm_up()
+    if settings.cuda_graphs:
+        model.capture_graphs(settings.max_sessions)
+    return model
+
+
+def memory_limits(settings: ModelServiceSettings) -> MemoryLimits:
+    """What the settings say of memory."""
+    return MemoryLimits(
+        memory_fraction=settings.memory_fraction,
+        kv_budget_tokens=settings.kv_budget_tokens,
+        max_context=settings.max_context,
+        max_sessions=settings.max_sessions,
+        block_size=settings.block_size,
+    )
+
+
+def _memory_fields(allocation: Allocation | None) -> dict[str, object]:
+    if allocation is None:
+        return {}
+    return {
+        "max_context": allocation.plan.max_context,
+        "kv_capacity_tokens": allocation.plan.capacity_tokens,
+        "memory": str(allocation),
+    }
+
+
 def session_table(
-    settings: ModelServiceSettings, info: ModelInfo, *, kv_tokens_of: Callable[[StateT], int]
+    settings: ModelServiceSettings, memory: Memory | None, *, pending_tokens_of: Callable[[StateT], int]
 ) -> SessionTable[StateT]:
-    """The table for the sessions of a model service, as large as its settings say; without a model: any tokens."""
-    kv_capacity_tokens = settings.kv_budget_tokens or settings.max_sessions * info.max_context
+    """The table for the sessions of a model service: as many as its settings say, and as its memory holds, if any."""
     return SessionTable(
         max_sessions=settings.max_sessions,
         idle_ttl_s=settings.session_idle_ttl_s,
-        kv_tokens_of=kv_tokens_of,
-        kv_capacity_tokens=kv_capacity_tokens if info.has_model else 0,
+        pending_tokens_of=pending_tokens_of,
+        held_tokens=lambda: memory.held_tokens if memory else 0,
+        kv_capacity_tokens=memory.capacity_tokens if memory else 0,
     )

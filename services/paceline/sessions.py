@@ -1,7 +1,7 @@
 """The sessions that a model service holds: fencing by epoch, the peer that owns each one, room, expiry of idle ones.
 
 A session belongs to the stream that opened it last, under the highest epoch. Items of older epochs are dropped and
-counted. Of what a session holds it knows only how many tokens' keys and values that is. Used by the model thread; the
+counted. Of what a session is it knows only how many tokens it has yet to feed. Used by the model thread; the
 figures may be read from any other. Knows nothing of how items travel.
 """
 
@@ -68,16 +68,16 @@ class Held(Generic[StateT]):
     address: Address
     state: StateT
     last_used_s: float
-    kv_tokens: int = 0  # as counted last
+    pending_tokens: int = 0  # as counted last
 
 
 class SessionTable(Generic[StateT]):
-    """Invariant: at most `max_sessions` sessions, one a session id, each under the highest epoch seen for it;
-    `kv_used_tokens` is the sum of their `kv_tokens`.
+    """Invariant: at most `max_sessions` sessions, one a session id, each under the highest epoch seen for it.
 
-    `kv_tokens_of` says how many tokens' keys and values a session holds, or will once it has fed what it was opened
-    with. New sessions are taken while all together fit into `kv_capacity_tokens` (0: any number does). A session that
-    is held is never refused or cut off for want of room: it may grow beyond, and be opened again.
+    `held_tokens` says how many tokens' keys and values the memory holds for all of them, and `pending_tokens_of` how
+    many committed tokens of a session are yet to be fed. New sessions are taken while all that fits into
+    `kv_capacity_tokens` (0: any number does). A session that is held is never refused or cut off for want of room: it
+    may grow beyond, and be opened again.
     """
 
     def __init__(
@@ -85,21 +85,27 @@ class SessionTable(Generic[StateT]):
         *,
         max_sessions: int,
         idle_ttl_s: float,
-        kv_tokens_of: Callable[[StateT], int] = lambda _: 0,
+        pending_tokens_of: Callable[[StateT], int] = lambda _: 0,
+        held_tokens: Callable[[], int] = lambda: 0,
         kv_capacity_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sessions: dict[str, Held[StateT]] = {}  # most recently used last
         self._ended: dict[str, int] = {}  # the highest epoch that ended, of the sessions that ended last
         self._idle_ttl_s, self._clock = idle_ttl_s, clock
-        self._kv_tokens_of = kv_tokens_of
+        self._pending_tokens_of, self._held_tokens = pending_tokens_of, held_tokens
+        self._pending_tokens = 0  # of all sessions
         self.max_sessions, self.kv_capacity_tokens = max_sessions, kv_capacity_tokens
-        self.kv_used_tokens = 0
         self.stale_items = 0
         self.is_draining = False
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """Tokens whose keys and values are held, or will be once all sessions have fed what is committed."""
+        return self._held_tokens() + self._pending_tokens
 
     def __iter__(self) -> Iterator[Held[StateT]]:
         return iter(self._sessions.values())
@@ -124,7 +130,7 @@ class SessionTable(Generic[StateT]):
             self._require_a_place()
         held = Held(address, make(previous), self._clock())
         if previous is None:
-            self._require_room(self._kv_tokens_of(held.state))
+            self._require_room(self._pending_tokens_of(held.state))
         else:
             self._remove(previous)
         self._sessions[address.session_id] = held
@@ -135,11 +141,11 @@ class SessionTable(Generic[StateT]):
         return held, [Event(previous.address, error)]
 
     def recount(self, held: Held[StateT]) -> None:
-        """Count again what a session holds; to be called when that has changed. Nothing if it is no longer held."""
+        """Count again what a session has to feed; to be called when that has changed. Nothing if it is no longer held."""
         if self._sessions.get(held.address.session_id) is held:
-            kv_tokens = self._kv_tokens_of(held.state)
-            self.kv_used_tokens += kv_tokens - held.kv_tokens
-            held.kv_tokens = kv_tokens
+            pending_tokens = self._pending_tokens_of(held.state)
+            self._pending_tokens += pending_tokens - held.pending_tokens
+            held.pending_tokens = pending_tokens
 
     def use(self, address: Address) -> Held[StateT] | None:
         """The session an item is for, or None if the item is stale; raises `SessionNotFound`.
@@ -206,17 +212,17 @@ class SessionTable(Generic[StateT]):
         if len(self._sessions) >= self.max_sessions:
             raise QueueFull(f"This replica holds {self.max_sessions} sessions already; try again in a moment.")
 
-    def _require_room(self, kv_tokens: int) -> None:
+    def _require_room(self, tokens: int) -> None:
         free_tokens = max(0, self.kv_capacity_tokens - self.kv_used_tokens)
-        if self.kv_capacity_tokens and kv_tokens > free_tokens:
+        if self.kv_capacity_tokens and tokens > free_tokens:
             raise QueueFull(
-                f"The session's {kv_tokens} tokens do not fit into the {free_tokens} that are free of this replica's "
+                f"The session's {tokens} tokens do not fit into the {free_tokens} that are free of this replica's "
                 f"{self.kv_capacity_tokens}; try again in a moment or elsewhere, or raise --kv-budget-tokens."
             )
 
     def _remove(self, held: Held[StateT]) -> None:
         del self._sessions[held.address.session_id]
-        self.kv_used_tokens -= held.kv_tokens
+        self._pending_tokens -= held.pending_tokens
 
     def _remember_ending(self, address: Address) -> None:
         epoch = max(address.epoch, self._ended.pop(address.session_id, -1))

@@ -91,6 +91,7 @@ class ModelServiceSettings(ServiceSettings):
     max_num_batched_tokens: int = Field(
         0, ge=0, description="Tokens fed in one step; 0 takes 8192 on a GPU and 256 on a CPU."
     )
+    cuda_graphs: bool = Field(True, description="On a GPU, replay steps of one token a session as CUDA graphs.")
     enable_prefix_caching: bool = Field(True, description="Reuse what was computed for prompts that begin alike.")
     emulated_step_ms: float = Field(
         0.0,

@@ -66,22 +66,49 @@ class Load(Protocol):
     def kv_capacity_tokens(self) -> int: ...
     @property
     def step_busy_share(self) -> float: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def prefix_reused_tokens(self) -> int: ...
+
+
+class StepReport(Protocol):
+    """How much one model step took on, and how long that was (`engine.step_plan.StepReport`)."""
+
+    @property
+    def sessions(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
 
 
 class ServiceMetrics:
     """What each model service counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+        self.registry = registry
         self.failed_sessions = Counter(
             "paceline_failed_sessions", "Sessions failed by a typed error.", ["reason"], registry=registry
         )
-        self.step_seconds = Histogram(
+        self._step_seconds = Histogram(
             "paceline_step_seconds",
-            "Duration of one model step.",
+            "Duration of one model step, by how many sessions it took and how many tokens it fed.",
+            ["sessions", "tokens"],
             registry=registry,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
         )
+        self.queue_seconds = Histogram(
+            "paceline_queue_seconds",
+            "From the arrival of a draft to the start of its first step.",
+            registry=registry,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+        )
+
+    def observe_step(self, step: StepReport) -> None:
+        """Count one model step; may be called from any thread."""
+        labels = {"sessions": _power_of_two(step.sessions), "tokens": _power_of_two(step.tokens)}
+        self._step_seconds.labels(**labels).observe(step.seconds)
 
     def follow(self, load: Callable[[], Load]) -> None:
         """Report the figures of `load` whenever they are asked for; called once."""
@@ -91,13 +118,20 @@ class ServiceMetrics:
             "queued_items": ("Items waiting for a model step.", lambda now: now.queued),
             "draining": ("1 while no new sessions are taken.", lambda now: now.draining),
             "stale_items": ("Items dropped for an old epoch or another base.", lambda now: now.stale_items),
-            "kv_used_tokens": ("Tokens whose keys and values are held.", lambda now: now.kv_used_tokens),
+            "kv_used_tokens": ("Tokens whose keys and values are held, or owed.", lambda now: now.kv_used_tokens),
             "kv_capacity_tokens": ("Tokens up to which sessions are taken.", lambda now: now.kv_capacity_tokens),
             "step_busy_share": ("Share of time in model steps, 0 to 1.", lambda now: now.step_busy_share),
+            "preemptions": ("Sessions that gave up their memory for others.", lambda now: now.preemptions),
+            "prefix_reused_tokens": ("Tokens found in the prefix cache.", lambda now: now.prefix_reused_tokens),
         }
         for name, (description, figure) in figures.items():
-            gauge = Gauge(f"paceline_{name}", description, registry=self._registry)
+            gauge = Gauge(f"paceline_{name}", description, registry=self.registry)
             gauge.set_function(partial(_figure_now, figure, load))
+
+
+def _power_of_two(count: int) -> str:
+    """The smallest power of two that is no less: few labels, whatever the load."""
+    return str(1 << max(0, count - 1).bit_length())
 
 
 def _figure_now(figure: Callable[[Load], float], load: Callable[[], Load]) -> float:

@@ -15,7 +15,7 @@ from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.service import serve_drafter
 from paceline.generation import GenerationRequest, Schedule
 from paceline.process import Serve
-from paceline.settings import DrafterSettings, TargetSettings
+from paceline.settings import DrafterSettings, ModelServiceSettings, TargetSettings
 from paceline.types import Origin, VerificationRule
 from paceline.v1 import drafter_service_pb2 as drafter_pb
 from paceline.v1 import session_pb2 as session_pb
@@ -58,19 +58,23 @@ class Kind:
     tokens_after: int  # held when that is answered
 
 
-def counting_model() -> FakeModel:
-    return FakeModel(counting_logits(VOCAB), vocab_size=VOCAB, max_context=MAX_CONTEXT)
+def counting_model(settings: ModelServiceSettings) -> FakeModel:
+    """Its memory counts single tokens: as many as the settings say, else as many whole contexts as sessions."""
+    tokens = settings.kv_budget_tokens or settings.max_sessions * MAX_CONTEXT
+    return FakeModel(
+        counting_logits(VOCAB), vocab_size=VOCAB, max_context=MAX_CONTEXT, num_blocks=tokens, block_size=1
+    )
 
 
 def counting_target(**settings: Any) -> Serve:
-    model: Any = counting_model()
     options = TargetSettings(**({"heartbeat_s": 0.02, "drain_s": 60} | settings))
+    model: Any = counting_model(options)
     return lambda lifetime: serve_target(lifetime, options, model, fake_info(model))
 
 
 def counting_drafter(**settings: Any) -> Serve:
-    model: Any = counting_model()
     options = DrafterSettings(**({"heartbeat_s": 0.02, "drain_s": 60} | settings))
+    model: Any = counting_model(options)
     method = DraftModelMethod(model, distribution_entries=4)
     return lambda lifetime: serve_drafter(lifetime, options, method, fake_info(model, method="draft_model"))
 
@@ -116,7 +120,7 @@ async def assert_served(peer: Peer, kind: Kind, session_id: str) -> None:
 
 @both_kinds
 async def test_service_says_how_much_it_can_hold(kind: Kind) -> None:
-    """Without a budget of tokens: as many whole contexts as sessions."""
+    """Sessions, and tokens of its memory."""
     async with running(kind.serve(max_sessions=3, drain_s=0)) as service, kind.peer(service.address) as peer:
         load = await peer.load()
         assert (load.max_sessions, load.kv_capacity_tokens) == (3, 3 * MAX_CONTEXT)
@@ -165,18 +169,18 @@ async def test_drafter_without_a_model_holds_no_tokens() -> None:
 
 @both_kinds
 async def test_session_beyond_the_budget_is_refused_until_there_is_room(kind: Kind) -> None:
-    """QUEUE_FULL with the numbers; the sessions that run are served on, and may grow."""
+    """QUEUE_FULL with the numbers; the sessions that run are served on, and grow."""
     async with (
-        running(kind.serve(kv_budget_tokens=6, drain_s=0)) as service,
+        running(kind.serve(kv_budget_tokens=10, drain_s=0)) as service,
         kind.peer(service.address) as peer,
     ):
-        await peer.send(opened(kind, "a"), opened(kind, "b"), opened(kind, "c", ids=(0,)))
+        await peer.send(opened(kind, "a"), opened(kind, "b"), opened(kind, "c", ids=(0, 1, 2, 3, 4)))
         failure = await peer.failure("c")
         assert failure.reason == "QUEUE_FULL"
-        assert "do not fit into the 0 that are free of this replica's 6" in failure.message
+        assert "5 tokens do not fit into the 4 that are free of this replica's 10" in failure.message
         await assert_served(peer, kind, "a")
         await assert_served(peer, kind, "b")
-        assert (await peer.load(lambda load: load.kv_used_tokens > 6)).sessions == 2
+        assert (await peer.load(lambda load: load.kv_used_tokens == 2 * kind.tokens_after)).sessions == 2
         await peer.send(closed(kind, "a"), opened(kind, "c", epoch=2, ids=(0,)))
         await peer.load(lambda load: load.sessions == 2)
         assert peer.waiting("c") == []

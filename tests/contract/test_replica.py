@@ -44,8 +44,11 @@ PROMPT = (0, 1, 2)
 
 
 def counting_target(logits: Logits | None = None, **settings: Any) -> ModelService[Any, Any]:
-    model = FakeModel(logits or counting_logits(VOCAB), vocab_size=VOCAB, max_context=64)
     options = TargetSettings(**({"heartbeat_s": 0.02, "drain_s": 0} | settings))
+    tokens = options.kv_budget_tokens or 1024
+    model = FakeModel(
+        logits or counting_logits(VOCAB), vocab_size=VOCAB, max_context=64, num_blocks=tokens, block_size=1
+    )
     return target_service.service.assemble(options, model, fake_info(model))
 
 
@@ -452,7 +455,7 @@ async def test_metrics_are_exported_while_the_service_runs() -> None:
         assert metrics.value("paceline_sessions", service="target") == 0
         await peer.send(opened("a"), verify("a"))
         await peer.event("a")
-    assert metrics.value("paceline_step_seconds_count", service="target") > 0
+    assert metrics.value("paceline_step_seconds_count", service="target", sessions="1", tokens="4") == 1
     assert metrics.value("paceline_draining", service="target") == 1
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from paceline.v1 import session_pb2 as session_pb
 from paceline.v1 import target_service_pb2 as target_pb
 from tests.contract.stream_peer import (
     BAD_SAMPLING,
+    LIMIT_S,
     MAX_CONTEXT,
     NO_SHRINKING,
     VOCAB,
@@ -278,15 +279,21 @@ async def test_one_item_fails_among_many_of_one_message() -> None:
 async def test_work_that_is_late_already_is_not_begun() -> None:
     """A draft whose caller's time was used up in the queue is refused, and the session can go on."""
 
-    def slow_logits(ids: Sequence[int]) -> Sequence[float]:
-        time.sleep(0.002)
+    is_reached, may_end = threading.Event(), threading.Event()
+
+    def held_logits(ids: Sequence[int]) -> Sequence[float]:
+        is_reached.set()
+        assert may_end.wait(LIMIT_S)
         return counting_logits(VOCAB)(ids)
 
-    model = counting_model(slow_logits)
-    async with running(target_of(model)) as service, target_peer(service.address) as peer:
-        await peer.send(opened("slow"), opened("late"))
-        # The first draft takes 42 ms at the least, the caller of the second has one.
-        await peer.send(verify("slow", draft=[3] * 20), verify("late", budget_ms=1))
+    model = counting_model(held_logits)
+    async with running(target_of(model, heartbeat_s=0.02)) as service, target_peer(service.address) as peer:
+        await peer.send(opened("slow"), opened("late"), verify("slow", draft=[3] * 20))
+        assert await asyncio.to_thread(is_reached.wait, LIMIT_S)
+        await peer.send(verify("late", budget_ms=1))
+        await peer.load(lambda load: load.queued == 2)  # the one that is judged, and this one
+        await asyncio.sleep(0.002)
+        may_end.set()
         assert (await peer.failure("late")).reason == "DEADLINE_EXCEEDED"
         assert model.steps == 1
         await peer.send(verify("late", budget_ms=60_000))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.emulation import EmulatedModel, emulated
-from paceline.engine.model import Extension
+from paceline.engine.interface import Extension
 from tests.fakes import FakeCache, FakeModel, hashed_logits
 
 VOCAB_SIZE = 8
@@ -77,7 +77,7 @@ def test_what_is_computed_is_the_models_own() -> None:
         assert torch.equal(rows, expected)
         model.truncate(cache, kept_length)
         plain.truncate(other, kept_length)
-        assert cache.ids == other.ids
+        assert plain.ids_of(cache) == plain.ids_of(other)
 
 
 def test_a_model_that_is_not_held_is_left_alone() -> None:

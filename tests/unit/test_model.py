@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -27,9 +26,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from paceline.engine import model as model_module
+from paceline.engine.block_pool import BlockTable
 from paceline.engine.checkpoint import load_network, resolve_checkpoint
-from paceline.engine.model import CausalModel, Extension, GrowingLayer, KVCache, hashed_noise
+from paceline.engine.interface import Extension
+from paceline.engine.memory import MemoryLimits
+from paceline.engine.model import CausalModel, MemoryFull, hashed_noise
 from paceline.errors import ModelUnavailable, StartupFailed
 from tests.checkpoints import (
     FAMILIES,
@@ -48,9 +49,15 @@ def load_tiny(folder: Path, *, seed: int = 1, family: str = "llama", **options: 
     return CausalModel.load(str(folder / "model"), dtype="float32", device="cpu", **options)
 
 
-def logits_of(model: CausalModel, cache: KVCache, ids: Sequence[int], rows: int | None = None) -> Tensor:
+def logits_of(model: CausalModel, cache: BlockTable, ids: Sequence[int], rows: int | None = None) -> Tensor:
     (logits,) = model.step([Extension(cache, ids, len(ids) if rows is None else rows)])
     return logits
+
+
+def _fed(model: CausalModel, ids: Sequence[int]) -> BlockTable:
+    cache = model.new_cache()
+    logits_of(model, cache, ids, 0)
+    return cache
 
 
 def greedy(model: CausalModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
@@ -154,18 +161,6 @@ def test_truncating_outside_the_cache_is_our_own_mistake(tiny: CausalModel, leng
         tiny.truncate(cache, length)
 
 
-def test_growing_layer_appends_in_place_until_its_buffer_is_full() -> None:
-    """A token costs its own copy: the buffer moves only when it doubles, and keeps what it holds."""
-    layer, parts, moves, place = GrowingLayer(), list[Tensor](), 0, 0
-    for step in range(300):
-        parts.append(torch.full((1, 2, 1, 4), float(step)))
-        keys, values = layer.update(parts[-1], -parts[-1])
-        moves, place = moves + (keys.data_ptr() != place), keys.data_ptr()
-    assert torch.equal(keys, torch.cat(parts, dim=-2))
-    assert torch.equal(values, -keys)
-    assert moves == 3  # 128, 256, 512 tokens
-
-
 # Steps
 
 
@@ -181,41 +176,60 @@ def test_rows_are_the_last_ones_asked_for(tiny: CausalModel) -> None:
         assert_close(logits, everything[9 - rows :])
 
 
-@pytest.mark.parametrize("rows", [0, 1, 4, 5, 11, 30])
-def test_long_prompt_is_fed_in_chunks_with_the_same_rows(
-    tiny: CausalModel, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks of 4 tokens: the rows asked for, also where they begin inside a chunk or span several."""
-    whole = logits_of(tiny, tiny.new_cache(), IDS[:30], rows)
-    lengths: list[int] = []
-    forward = tiny._forward
+@pytest.mark.parametrize("family", FAMILIES)
+def test_session_gets_the_same_rows_alone_and_in_company(family: str, tmp_path: Path) -> None:
+    """The other sessions of a step, and their order, do not matter: prompts, blocks and single tokens side by side."""
+    model = load_tiny(tmp_path, family=family)
+    lengths = [0, 1, 7, 15, 16, 17, 40]
+    counts = [30, 1, 4, 17, 1, 9, 16]
 
-    def recorded(cache: KVCache, ids: Tensor, *, first_row: int) -> Tensor:
-        lengths.append(len(ids))
-        return forward(cache, ids, first_row=first_row)
+    def work(number: int) -> Extension[BlockTable]:
+        cache = model.new_cache()
+        if lengths[number]:
+            logits_of(model, cache, IDS[number : number + lengths[number]], 0)
+        return Extension(cache, IDS[number : number + counts[number]], min(3, counts[number]))
 
-    monkeypatch.setattr(model_module, "MAX_CHUNK_LENGTH", 4)
-    monkeypatch.setattr(tiny, "_forward", recorded)
-    cache = tiny.new_cache()
-    chunked = logits_of(tiny, cache, IDS[:30], rows)
-    assert lengths == [4] * 7 + [2]
-    assert cache.length == 30
-    assert_close(chunked, whole)
+    numbers = range(len(lengths))
+    alone = [model.step([work(number)])[0] for number in numbers]
+    together = model.step([work(number) for number in numbers])
+    backwards = model.step([work(number) for number in reversed(numbers)])[::-1]
+    for one, two, three in zip(alone, together, backwards, strict=True):
+        assert_same_rows(two, one)
+        assert_same_rows(three, one)
 
 
-def test_session_gets_the_same_rows_alone_and_in_company(tiny: CausalModel) -> None:
-    """The other sessions of a step, and their order, do not matter to the last bit."""
+def test_sessions_that_share_blocks_get_the_rows_of_their_own(tiny: CausalModel) -> None:
+    """A prefix that another session computed gives the same rows, and what one of them writes the other never sees."""
+    first, second, third = (tiny.new_cache() for _ in range(3))
+    logits_of(tiny, first, IDS[:40], 0)
+    tiny.share_prefix(first, IDS[:40])
+    assert tiny.reuse_prefix(second, IDS[:32]) == 32
+    assert tiny.reuse_prefix(third, IDS[:40]) == 32
+    tiny.truncate(second, 20)  # within a shared block: what is written there now must be a copy
+    apart = logits_of(tiny, second, IDS[40:50])
+    assert_same_rows(logits_of(tiny, third, IDS[32:40]), logits_of(tiny, _fed(tiny, IDS[:32]), IDS[32:40]))
+    assert_same_rows(apart, logits_of(tiny, _fed(tiny, IDS[:20]), IDS[40:50]))
+    assert_same_rows(logits_of(tiny, first, [3]), logits_of(tiny, _fed(tiny, IDS[:40]), [3]))
 
-    def work(number: int) -> Extension[KVCache]:
-        cache = tiny.new_cache()
-        logits_of(tiny, cache, IDS[number : 2 * number + 3], 0)
-        return Extension(cache, IDS[number : number + 1 + number % 5], 1)
 
-    alone = [tiny.step([work(number)])[0] for number in range(6)]
-    together = tiny.step([work(number) for number in range(6)])
-    backwards = tiny.step([work(number) for number in reversed(range(6))])[::-1]
-    assert all(itertools.starmap(torch.equal, zip(alone, together, strict=True)))
-    assert all(itertools.starmap(torch.equal, zip(alone, backwards, strict=True)))
+def test_prefixes_are_not_shared_when_told_so(tmp_path: Path) -> None:
+    """Nothing is found, whatever was computed."""
+    model = load_tiny(tmp_path, shares_prefixes=False)
+    model.share_prefix(_fed(model, IDS[:40]), IDS[:40])
+    assert model.reuse_prefix(model.new_cache(), IDS[:40]) == 0
+
+
+def test_full_memory_is_a_typed_error_and_changes_nothing(tmp_path: Path) -> None:
+    """Whoever plans steps asks for room first; a step without room says so, and leaves all caches as they were."""
+    model = load_tiny(tmp_path, limits=MemoryLimits(kv_budget_tokens=64))
+    assert (model.max_context, model.memory.capacity_tokens) == (64, 64)
+    first, second = _fed(model, IDS[:40]), model.new_cache()
+    assert not model.reserve(second, 25)
+    with pytest.raises(MemoryFull):
+        model.step([Extension(first, [1], 1), Extension(second, IDS[:20], 1)])
+    assert (first.length, second.length) == (40, 0)
+    model.release(first)
+    assert logits_of(model, second, IDS[:20]).shape == (20, TINY_VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -234,20 +248,22 @@ def test_impossible_extension_is_our_own_mistake_and_undoes_the_step(
 
 
 def test_failure_inside_the_network_undoes_the_step(tiny: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory in a late layer leaves no layer longer than the others."""
+    """Out of memory in mid-step leaves no cache longer, and the next step writes over what was left behind."""
     cache = tiny.new_cache()
     expected = logits_of(tiny, cache, IDS[:6])
     tiny.truncate(cache, 5)
-    last_layer = cache.growing_layers[-1]
+    write = tiny._kv_memory.write
 
-    def fail(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        raise torch.OutOfMemoryError
+    def fail(layer: int, *tensors: Tensor) -> None:
+        write(layer, *tensors)
+        if layer == 1:
+            raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(last_layer, "update", fail)
+        patch.setattr(tiny._kv_memory, "write", fail)
         with pytest.raises(torch.OutOfMemoryError):
             logits_of(tiny, cache, [9, 9])
-    assert {layer.length for layer in cache.growing_layers} == {5}
+    assert cache.length == 5
     assert_same_rows(logits_of(tiny, cache, IDS[5:6]), expected[5:])
 
 
@@ -359,7 +375,7 @@ def encoder_decoder() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (no_cache_tensors, "openai-gpt.*key-value cache"),
+        (no_cache_tensors, "openai-gpt.*attention"),
         (both_sides, "bert.*both sides"),
         (recurrent, "mamba.*rolled back"),
         (encoder_decoder, "t5.*encoder-decoder"),

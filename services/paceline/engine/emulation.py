@@ -8,24 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from torch import Tensor
 
-from paceline.engine.model import Extension
-
-CacheT = TypeVar("CacheT")
-
-
-class Model(Protocol[CacheT]):
-    """The narrow interface to a causal model (`engine.model.CausalModel`)."""
-
-    vocab_size: int
-    max_context: int
-
-    def new_cache(self) -> CacheT: ...
-    def truncate(self, cache: CacheT, length: int) -> None: ...
-    def step(self, batch: Sequence[Extension[CacheT]]) -> list[Tensor]: ...
+from paceline.engine.interface import CacheT, Extension, Memory, Model
 
 
 class EmulatedModel(Generic[CacheT]):
@@ -43,11 +30,27 @@ class EmulatedModel(Generic[CacheT]):
         self._clock, self._sleep = clock, sleep
         self.vocab_size, self.max_context = model.vocab_size, model.max_context
 
+    @property
+    def memory(self) -> Memory:
+        return self._model.memory
+
     def new_cache(self) -> CacheT:
         return self._model.new_cache()
 
+    def reserve(self, cache: CacheT, length: int) -> bool:
+        return self._model.reserve(cache, length)
+
     def truncate(self, cache: CacheT, length: int) -> None:
         self._model.truncate(cache, length)
+
+    def release(self, cache: CacheT) -> None:
+        self._model.release(cache)
+
+    def reuse_prefix(self, cache: CacheT, ids: Sequence[int]) -> int:
+        return self._model.reuse_prefix(cache, ids)
+
+    def share_prefix(self, cache: CacheT, ids: Sequence[int]) -> None:
+        self._model.share_prefix(cache, ids)
 
     def step(self, batch: Sequence[Extension[CacheT]]) -> list[Tensor]:
         """The model's own rows, held from the start of the step; a step that takes longer by itself is not held."""

@@ -86,7 +86,7 @@ class Model(Protocol[CacheT]):
         """
 
     def step(self, batch: Sequence[Extension[CacheT]]) -> list[Tensor]:
-        """For each extension its rows of logits, `[rows, vocab_size]` in the model's dtype; the caches grow.
+        """For each extension its rows of logits, `[rows, vocab_size]` in the model's dtype, on the host; the caches grow.
 
         One cache enters a batch once, with room reserved. A step that raises leaves every cache as it was.
         """

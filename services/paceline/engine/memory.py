@@ -81,6 +81,7 @@ class Allocation:
 
     plan: KVPlan
     weight_bytes: int
+    device: str = "cpu"  # torch's name of its kind
 
     def __str__(self) -> str:
         """One sentence for the log."""

@@ -1,30 +1,35 @@
-"""The forward pass of a causal language model behind three verbs: extend, truncate, give rows of logits.
+"""The forward pass of a causal language model over many sessions at once, behind the verbs of `interface.Model`.
 
-The only user of transformers models, through their public interface alone. A cache belongs to a session, never to the
-model, so any number of sessions share one model. For now a step takes its sessions one after another; a batched engine
-can replace it behind the same interface. Knows nothing of sampling, drafts, text or gRPC, and is used by one thread.
+The only user of transformers models, through their public interfaces alone: the tokens of all sessions go in as one
+sequence with their positions, and attention (`attention`) is ours. Memory belongs to sessions, never to the model.
+Knows nothing of sampling, drafts, text or gRPC, and is used by one thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from paceline.engine import cpu_attention
+from paceline.engine.attention import (
+    IMPLEMENTATION,
+    KEYWORD,
+    SHORT_ROWS,
+    Attention,
+    FusedAttention,
+    RaggedAttention,
+    ShapeRecorder,
+)
+from paceline.engine.batch import RaggedBatch, pack
+from paceline.engine.block_pool import BlockPool, BlockTable
 from paceline.engine.checkpoint import (
     fingerprint_of_checkpoint,
     load_network,
@@ -32,136 +37,89 @@ from paceline.engine.checkpoint import (
     resolve_checkpoint,
     without_progress_bars,
 )
+from paceline.engine.cuda_graphs import DecodeInputs, GraphedSteps
+from paceline.engine.interface import Extension
+from paceline.engine.kv_memory import KVMemory, bytes_per_token
+from paceline.engine.memory import Allocation, DeviceMemory, MemoryLimits, device_memory, plan_kv, weight_bytes
+from paceline.engine.packed_linear import pack_linears
 from paceline.engine.precision import choose_dtype
-from paceline.errors import ModelUnavailable, StartupFailed
+from paceline.errors import ModelUnavailable, PacelineError, StartupFailed
 
-MAX_CHUNK_LENGTH = 512  # tokens fed in one forward pass, so that a long prompt's memory stays bounded
-UNSTATED_MAX_CONTEXT = 2**20  # for models without positions (ALiBi), which state no limit
-_FIRST_CAPACITY = 128  # tokens
+logger = structlog.get_logger(__name__)
 
-
-class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer in buffers with room to spare: appending copies the new tokens alone.
-
-    Invariant: the first `length` positions of both buffers are the cached tokens; what lies behind is never read.
-    Sliding-window layers use it too: all tokens stay, the attention mask keeps the window, so that truncation is exact
-    at every length. `DynamicLayer` gives the same bits, but copies all it holds at each step: with 2,000 cached tokens
-    9 ms of an 83 ms step, against 0.2 ms here (SmolLM2-135M, float32, one core).
-    """
-
-    is_croppable = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
-        self.is_initialized = True
-
-    def update(
-        self,
-        key_states: Tensor,  # [1, heads, new tokens, head_dim]
-        value_states: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Append; the result holds all cached tokens, as views that are good until the next truncation."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        end = self.length + key_states.shape[-2]
-        capacity = self.keys.shape[-2]
-        if end > capacity:
-            capacity = max(end, 2 * capacity, _FIRST_CAPACITY)
-            self.keys, self.values = self._grown(self.keys, capacity), self._grown(self.values, capacity)
-        self.keys[..., self.length : end, :] = key_states
-        self.values[..., self.length : end, :] = value_states
-        self.length = end
-        return self.keys[..., :end, :], self.values[..., :end, :]
-
-    def _grown(self, buffer: Tensor, capacity: int) -> Tensor:
-        larger = buffer.new_empty((*buffer.shape[:-2], capacity, buffer.shape[-1]))
-        larger[..., : self.length, :] = buffer[..., : self.length, :]
-        return larger
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1  # transformers' word for no limit
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.length -= abs(tokens_to_remove)
+UNSTATED_MAX_CONTEXT = 2**20  # for models without positions, which state no limit
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_USUAL_LIMITS = MemoryLimits()
+_PROBE_LENGTH = 24  # tokens
+_PROBE_TOLERANCE = 0.1  # relative; bfloat16 differs by 0.01 to 0.03, attention of another kind by 0.3 and more
 
 
-class KVCache:
-    """Keys and values of one session's tokens; opaque to all but the model that made it.
+class MemoryFull(PacelineError):
+    """There is no room for the tokens of a step."""
 
-    Invariant, between steps: every layer that keeps anything holds `length` tokens.
-    """
-
-    __slots__ = ("store",)
-
-    def __init__(self, store: Cache) -> None:
-        self.store = store
-
-    @property
-    def length(self) -> int:
-        """How many tokens are cached."""
-        return self.store.get_seq_length()
-
-    @property
-    def growing_layers(self) -> list[GrowingLayer]:
-        return [layer for layer in self.store.layers if isinstance(layer, GrowingLayer)]
-
-    def truncate(self, length: int) -> None:
-        """Keep at most the first `length` tokens."""
-        for layer in self.growing_layers:
-            layer.length = min(layer.length, length)
-
-
-CacheT = TypeVar("CacheT")
-
-
-@dataclass(frozen=True, slots=True)
-class Extension(Generic[CacheT]):
-    """Work for one session in a step: feed `ids` behind `cache`, and give the logits of the last `rows` of them.
-
-    `rows` may be 0, to ingest and no more. Generic in the cache, so that fake models can bring their own.
-    """
-
-    cache: CacheT
-    ids: Sequence[int]
-    rows: int
+    reason = "KV_EXHAUSTED"
 
 
 class CausalModel:
-    """A language model: token ids in, rows of logits out.
+    """A language model: token ids in, rows of logits out (`interface.Model`).
 
     `vocab_size` (rows of the output layer), `max_context` (tokens), `eos_token_ids` (may be empty),
-    `tokenizer_sha256` (empty: works on token ids only) and `dtype` describe it.
+    `tokenizer_sha256` (empty: works on token ids only), `dtype` and `allocation` (what memory it has, and why) describe it.
     """
 
     def __init__(
-        self, network: PreTrainedModel, *, model_id: str, tokenizer_sha256: str = "", logit_noise: float = 0.0
+        self,
+        network: PreTrainedModel,
+        *,
+        model_id: str,
+        tokenizer_sha256: str = "",
+        logit_noise: float = 0.0,
+        limits: MemoryLimits = _USUAL_LIMITS,
+        free_memory: DeviceMemory | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
-        """Wrap a loaded network; raises `ModelUnavailable` if it is of a kind that cannot be served."""
+        """Take over a loaded network, and give it memory as `limits` say.
+
+        `free_memory` is what there was before it was loaded; None reads it now. Raises `ModelUnavailable` if the network
+        is of a kind that cannot be served, and `StartupFailed` if the memory does not suffice.
+        """
         config = network.config.get_text_config(decoder=True)
+        _refuse_unless_truncatable(network.config)
         self.model_id = model_id
         self.tokenizer_sha256 = tokenizer_sha256
         self.vocab_size: int = config.vocab_size
-        self.max_context = _max_context(config)
         self.eos_token_ids = _eos_token_ids(network, config)
         self.dtype: torch.dtype = network.dtype
-        self._network = network
+        self._network, self._device = network, network.device
         self._logit_noise = logit_noise
-        self._make_layers = _layer_makers(network.config)
-        self._refuse_unless_cache_is_used()
+        model_context = _max_context(config)
+        probe_ids = [(7919 * n + 1) % self.vocab_size for n in range(min(_PROBE_LENGTH, model_context))]
+        expected = self._plain_logits(probe_ids)
+        weights = weight_bytes(network)
+        network.set_attn_implementation(IMPLEMENTATION)
+        pack_linears(network)
+        recorder = self._record_shapes()
+        plan = plan_kv(
+            free_memory or device_memory(self._device),
+            limits,
+            bytes_per_token=bytes_per_token(recorder.shapes, self.dtype),
+            weight_bytes=weights,
+            model_context=model_context,
+        )
+        self.allocation = Allocation(plan, weights, self._device.type)
+        self.max_context = plan.max_context
+        self.memory = BlockPool(plan.num_blocks, block_size=plan.block_size)
+        self._kv_memory = KVMemory(
+            recorder.shapes,
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            dtype=self.dtype,
+            device=self._device,
+        )
+        self._shares_prefixes = shares_prefixes
+        self._graphs: GraphedSteps | None = None
+        self._attention, self._short = _choose_attention(self._device, self.dtype, recorder)
+        self._refuse_unless_alike(probe_ids, expected)
 
     @classmethod
     def load(
@@ -172,93 +130,218 @@ class CausalModel:
         device: str = "auto",
         cache_dir: Path | None = None,
         logit_noise: float = 0.0,
+        quantization: Mapping[str, Any] | None = None,
+        limits: MemoryLimits = _USUAL_LIMITS,
+        shares_prefixes: bool = True,
     ) -> CausalModel:
         """Load by name (`resolve_checkpoint`), as `dtype` (`choose_dtype`), onto `device` ("auto": a GPU if any).
 
         `logit_noise` is the standard deviation of noise added to every logit (`hashed_noise`), so that a noisy copy of
-        a target drafts for it with any acceptance wanted. Raises `ModelUnavailable` and `StartupFailed`.
+        a target drafts for it with any acceptance wanted; `quantization` is a transformers quantization config. Raises `ModelUnavailable` and `StartupFailed`.
         """
         place = _choose_device(device)
         torch_dtype = choose_dtype(dtype, place)
+        free_memory = device_memory(place)
         checkpoint = resolve_checkpoint(name, cache_dir=cache_dir)
         with reported_as_unavailable(f"'{name}'"), without_progress_bars():
             _refuse_unless_decoder(name, AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
-            network = load_network(checkpoint, dtype=torch_dtype)
-            network.to(place)  # type: ignore[arg-type]  # its decorator hides the signature
-            return cls(
-                network,
-                model_id=name,
-                tokenizer_sha256=fingerprint_of_checkpoint(checkpoint),
-                logit_noise=logit_noise,
-            )
+            network = load_network(checkpoint, dtype=torch_dtype, device=place, quantization=quantization)
+        return cls(
+            network,
+            model_id=name,
+            tokenizer_sha256=fingerprint_of_checkpoint(checkpoint),
+            logit_noise=logit_noise,
+            limits=limits,
+            free_memory=free_memory,
+            shares_prefixes=shares_prefixes,
+        )
 
-    def new_cache(self) -> KVCache:
-        """An empty cache; it takes memory as it is fed."""
-        return KVCache(Cache(layers=[make_layer() for make_layer in self._make_layers]))
+    def new_cache(self) -> BlockTable:
+        return self.memory.new_table()
 
-    def truncate(self, cache: KVCache, length: int) -> None:
-        """Forget everything behind the first `length` tokens, in time that does not depend on how many."""
+    def reserve(self, cache: BlockTable, length: int) -> bool:
+        copies = self.memory.reserve(cache, length)
+        if copies:
+            self._kv_memory.copy(copies)
+        return copies is not None
+
+    def truncate(self, cache: BlockTable, length: int) -> None:
         assert 0 <= length <= cache.length, f"cannot truncate {cache.length} cached tokens to {length}"
-        cache.truncate(length)
+        self.memory.truncate(cache, length)
+
+    def release(self, cache: BlockTable) -> None:
+        self.memory.release(cache)
+
+    def reuse_prefix(self, cache: BlockTable, ids: Sequence[int]) -> int:
+        return self.memory.reuse_prefix(cache, ids) if self._shares_prefixes else cache.length
+
+    def share_prefix(self, cache: BlockTable, ids: Sequence[int]) -> None:
+        if self._shares_prefixes:
+            self.memory.share_prefix(cache, ids)
 
     @torch.inference_mode()
-    def step(self, batch: Sequence[Extension[KVCache]]) -> list[Tensor]:
-        """For each extension its rows of logits, `[rows, vocab_size]` in the model's dtype; the caches grow.
-
-        One cache enters a batch once. A step that raises leaves every cache as it was.
-        """
-        lengths = [extension.cache.length for extension in batch]
-        assert len({id(extension.cache) for extension in batch}) == len(batch), "one cache twice in a batch"
-        try:
-            return [self._extend(extension) for extension in batch]
-        except BaseException:
-            for extension, length in zip(batch, lengths, strict=True):
-                extension.cache.truncate(length)
-            raise
+    def step(self, batch: Sequence[Extension[BlockTable]]) -> list[Tensor]:
+        """As `interface.Model.step`. Raises `MemoryFull` where room was not reserved and cannot be had."""
+        self._check(batch)
+        packed = pack(
+            batch, [extension.cache for extension in batch], block_size=self.memory.block_size, short=self._short
+        )
+        logits = self._forward(packed)
+        for extension in batch:
+            self.memory.extend(extension.cache, len(extension.ids))
+        # To the host in one piece: that is the one time in a step that anybody waits for the device.
+        return list(torch.split(logits.cpu(), list(packed.logit_counts)))
 
     def warm_up(self) -> None:
-        """Run a block and a single token through a throw-away cache, so that no request pays for first use."""
+        """Run a prompt, a block and a single token, so that no request pays for first use."""
         cache = self.new_cache()
-        for ids in ([0] * min(8, self.max_context - 1), [0]):
-            self.step([Extension(cache, ids, len(ids))])
+        for count in (SHORT_ROWS + 1, 8, 1):
+            if cache.length + count <= self.max_context:
+                self.step([Extension(cache, [0] * count, count)])
+        self.release(cache)
 
-    def _extend(self, extension: Extension[KVCache]) -> Tensor:
-        cache, ids, rows = extension.cache, extension.ids, extension.rows
-        assert ids, "nothing to feed"
-        assert 0 <= rows <= len(ids), f"{rows} rows of {len(ids)} tokens"
-        assert cache.length + len(ids) <= self.max_context, "beyond the model's context"
-        assert min(ids) >= 0, "an id outside the vocabulary"
-        assert max(ids) < self.vocab_size, "an id outside the vocabulary"
-        first_position, first_row = cache.length, len(ids) - rows
-        fed = torch.tensor(ids, device=self._network.device)
-        chunks = [
-            self._forward(cache, fed[start : start + MAX_CHUNK_LENGTH], first_row=max(0, first_row - start))
-            for start in range(0, len(ids), MAX_CHUNK_LENGTH)
-        ]
-        logits = torch.cat(chunks)
+    def capture_graphs(self, max_sessions: int) -> bool:
+        """Have steps of one token a session replayed as CUDA graphs; False, and nothing changes, where that is no use.
+
+        That is without a GPU or a fused kernel, and where a graph cannot be captured or gives other rows than a plain
+        step: some models wait for the device in mid-step.
+        """
+        if self._attention is not FusedAttention.of_batch:
+            return False
+        graphs = GraphedSteps(
+            self._decode,
+            max_blocks=-(-self.max_context // self.memory.block_size),
+            scratch_slot=self._kv_memory.scratch_slot,
+            device=self._device,
+        )
+        probe = [1 % self.vocab_size]
+        cache = self.new_cache()
+        (expected,) = self.step([Extension(cache, probe, 1)])
+        try:
+            with torch.inference_mode():
+                captured = list(graphs.prepare(max_sessions))
+            self._graphs = graphs
+            self.truncate(cache, 0)
+            (got,) = self.step([Extension(cache, probe, 1)])
+            is_alike = torch.allclose(got.float(), expected.float(), rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)
+        except RuntimeError as error:
+            logger.warning("steps are not replayed as CUDA graphs: one could not be captured", reason=str(error))
+            is_alike, captured = False, []
+        self.release(cache)
+        self._graphs = graphs if is_alike else None
+        if captured and is_alike:
+            logger.info("steps of one token a session are replayed as CUDA graphs", sessions=captured)
+        return is_alike
+
+    def _check(self, batch: Sequence[Extension[BlockTable]]) -> None:
+        assert len({id(extension.cache) for extension in batch}) == len(batch), "one cache twice in a batch"
+        for extension in batch:
+            cache, ids, rows = extension.cache, extension.ids, extension.rows
+            assert ids, "nothing to feed"
+            assert 0 <= rows <= len(ids), f"{rows} rows of {len(ids)} tokens"
+            assert cache.length + len(ids) <= self.max_context, "beyond the model's context"
+            assert min(ids) >= 0, "an id outside the vocabulary"
+            assert max(ids) < self.vocab_size, "an id outside the vocabulary"
+            if not self.reserve(cache, cache.length + len(ids)):
+                raise MemoryFull("The model's memory is full; end some sessions, or start it with more memory.")
+
+    def _forward(self, batch: RaggedBatch) -> Tensor:
+        """The logits of the rows that the batch asks for, `[logit rows, vocab_size]`."""
+        if self._graphs is not None and self._graphs.takes(batch):
+            return self._graphs.logits(batch)
+        ids, positions, slots, logit_rows = (
+            rows.to(self._device, non_blocking=True)
+            for rows in (batch.ids, batch.positions, batch.slots, batch.logit_rows)
+        )
+        logits = self._run(ids, positions, logit_rows, self._attention(self._kv_memory, batch, slots))
+        return self._noisy(logits, ids[logit_rows], positions[logit_rows])
+
+    def _decode(self, inputs: DecodeInputs) -> Tensor:
+        """The logits of one token a session, from tensors that stay in place."""
+        sessions = torch.arange(len(inputs.ids) + 1, dtype=torch.int32, device=self._device)
+        attention = FusedAttention(
+            self._kv_memory,
+            slots=inputs.slots,
+            row_borders=sessions,
+            total_lengths=inputs.total_lengths,
+            block_tables=inputs.block_tables,
+            most_rows=1,
+            longest=self.max_context,
+        )
+        logits = self._run(inputs.ids, inputs.positions, sessions[:-1].long(), attention)
+        return self._noisy(logits, inputs.ids, inputs.positions)
+
+    def _noisy(self, logits: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
         if not self._logit_noise:
             return logits
-        positions = torch.arange(first_position + first_row, first_position + len(ids), device=fed.device)
-        noise = hashed_noise(fed[first_row:], positions, vocab_size=self.vocab_size)
-        return (logits + self._logit_noise * noise).to(logits.dtype)
+        noise = hashed_noise(ids, positions, vocab_size=self.vocab_size)
+        return logits + self._logit_noise * noise.to(logits.dtype)
 
-    def _forward(self, cache: KVCache, ids: Tensor, *, first_row: int) -> Tensor:
-        """Feed one chunk, `[tokens]`; gives the logits of its rows from `first_row` on, which may be none."""
-        rows = torch.arange(min(first_row, len(ids)), len(ids), device=ids.device)
-        # No attention mask: nothing is padded, and the rows are the same to the last bit.
-        output = self._network(input_ids=ids[None], cache=cache.store, use_cache=True, logits_to_keep=rows)
+    def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor, attention: Attention) -> Tensor:
+        # No attention mask: nothing is padded, and who sees whom is decided in the attention itself.
+        output = self._network(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            **{KEYWORD: attention},
+        )
         logits: Tensor = output.logits[0]
         return logits
 
-    def _refuse_unless_cache_is_used(self) -> None:
-        # Some older families take `cache` and pay it no heed; they would be wrong in silence.
-        cache = self.new_cache()
-        (logits,) = self.step([Extension(cache, [0, 0], 1)])
-        if any(layer.length != 2 for layer in cache.growing_layers) or logits.shape != (1, self.vocab_size):
-            raise ModelUnavailable(
-                f"'{self.model_id}' ({self._network.config.model_type}) does not keep a key-value cache that can be "
-                "rolled back; choose an attention-only decoder."
-            )
+    @torch.inference_mode()
+    def _plain_logits(self, ids: Sequence[int]) -> Tensor:
+        """What the network gives for one sequence as transformers runs it, `[tokens, vocab_size]`."""
+        logits: Tensor = self._network(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _record_shapes(self) -> ShapeRecorder:
+        recorder = ShapeRecorder()
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        try:
+            self._run(zero, zero, zero, recorder)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise self._unsupported(f"its attention cannot be replaced: {error}") from error
+        if len(recorder.shapes) == 0:
+            raise self._unsupported("it does not use the attention interface in all layers")
+        return recorder
+
+    def _refuse_unless_alike(self, ids: Sequence[int], expected: Tensor) -> None:
+        """Compare with the network as transformers runs it: what attention of ours leaves out would be wrong in silence."""
+        middle = len(ids) // 2
+        first, second = self.new_cache(), self.new_cache()
+        noise, self._logit_noise = self._logit_noise, 0.0
+        rows = self.step([Extension(first, ids[:middle], middle), Extension(second, ids, len(ids))])
+        rows += self.step([Extension(first, ids[middle:], len(ids) - middle)])
+        self._logit_noise = noise
+        self.release(first)
+        self.release(second)
+        for got in (rows[1], torch.cat((rows[0], rows[2]))):
+            errors = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+            if not float(errors.median()) < _PROBE_TOLERANCE:
+                raise self._unsupported("it attends in a way that Paceline does not know")
+
+    def _unsupported(self, why: str) -> ModelUnavailable:
+        return ModelUnavailable(
+            f"'{self.model_id}' ({self._network.config.model_type}) cannot be served: {why}; choose a decoder of another "
+            "family; the README lists those that are tested."
+        )
+
+
+AttentionMaker = Callable[[KVMemory, RaggedBatch, Tensor], Attention]
+
+
+def _choose_attention(
+    device: torch.device, dtype: torch.dtype, recorder: ShapeRecorder
+) -> tuple[AttentionMaker, int]:
+    """How attention is computed, and up to how many rows a session counts as short."""
+    is_even = all(shape.key_dim == shape.value_dim for shape in recorder.shapes)
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    if device.type == "cuda" and is_even and is_half and not recorder.has_softcap:
+        return FusedAttention.of_batch, 0
+    has_kernel = device.type == "cpu" and is_even and cpu_attention.is_supported(dtype)
+    return RaggedAttention, SHORT_ROWS if has_kernel else 0
 
 
 def hashed_noise(
@@ -304,19 +387,23 @@ def _refuse_unless_decoder(name: str, config: PreTrainedConfig) -> None:
         raise ModelUnavailable(f"'{name}' ({config.model_type}) attends to both sides; choose a causal language model.")
 
 
-def _layer_makers(config: PreTrainedConfig) -> list[Callable[[], GrowingLayer | DummyLayer]]:
-    """What makes the cache of each layer; layers that keep nothing (they share another's keys) stay as they are.
+def _refuse_unless_truncatable(config: PreTrainedConfig) -> None:
+    """Raises `ModelUnavailable` unless all layers keep plain keys and values, which can be cut at any length.
 
-    Raises `ModelUnavailable` unless all others keep plain keys and values, which can be truncated at any length.
+    A sliding window is no obstacle: all tokens stay in memory, and attention keeps the window.
     """
-    kinds = [type(layer) for layer in DynamicCache(config=config).layers]
-    for kind in kinds:
-        if kind not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+    for kind in {type(layer) for layer in DynamicCache(config=config).layers}:
+        if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ModelUnavailable(
                 f"Models of type '{config.model_type}' keep a state that cannot be rolled back ({kind.__name__}); "
                 "choose an attention-only decoder."
             )
-    return [DummyLayer if kind is DummyLayer else GrowingLayer for kind in kinds]
+    layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if unknown := sorted(layer_types - _LAYER_TYPES):
+        raise ModelUnavailable(
+            f"Models of type '{config.model_type}' have layers of a kind that Paceline does not know "
+            f"({', '.join(unknown)}); choose a decoder with full or sliding-window attention."
+        )
 
 
 def _max_context(config: PreTrainedConfig) -> int:

@@ -35,13 +35,19 @@ def pack_linears(network: nn.Module) -> int:
     linears = [
         (name, module)
         for name, module in network.named_modules()
-        if type(module) is nn.Linear and module.weight.dtype is torch.bfloat16 and module.weight.device.type == "cpu"
+        if type(module) is nn.Linear and _is_plain(module.weight)
     ]
     if not linears or not _can_pack():
         return 0
     for name, linear in linears:
         network.set_submodule(name, PackedLinear(linear))
     return len(linears)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    # Some quantisers keep the layer and put a tensor of their own kind into it.
+    is_wrapped = hasattr(weight, "__tensor_flatten__")
+    return weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and not is_wrapped
 
 
 @torch.inference_mode()
