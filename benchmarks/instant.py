@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.service import serve_drafter
-from paceline.engine.model import Extension
+from paceline.engine.interface import Extension
 from paceline.model_service import use_threads
 from paceline.process import Lifetime, run_service
 from paceline.settings import DrafterSettings, TargetSettings
@@ -32,20 +32,42 @@ class InstantCache:
     length: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BoundlessMemory:
+    """Never fills, as nothing is kept in it."""
+
+    capacity_tokens: int = 2**40
+    held_tokens: int = 0
+    reused_tokens: int = 0
+
+
 class InstantModel:
-    """A Markov chain read from a table: a step costs one look-up."""
+    """A Markov chain read from a table: a step costs one look-up (`interface.Model`)."""
 
     vocab_size, max_context = VOCAB_SIZE, MAX_CONTEXT
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self._table = 3.0 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator)
+        self.memory = BoundlessMemory()
 
     def new_cache(self) -> InstantCache:
         return InstantCache()
 
+    def reserve(self, cache: InstantCache, length: int) -> bool:
+        return True
+
     def truncate(self, cache: InstantCache, length: int) -> None:
         cache.length = length
+
+    def release(self, cache: InstantCache) -> None:
+        cache.length = 0
+
+    def reuse_prefix(self, cache: InstantCache, ids: Sequence[int]) -> int:
+        return cache.length
+
+    def share_prefix(self, cache: InstantCache, ids: Sequence[int]) -> None:
+        """Nothing is shared: to compute it again costs less."""
 
     def step(self, batch: Sequence[Extension[InstantCache]]) -> list[Tensor]:
         for extension in batch:

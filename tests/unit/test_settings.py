@@ -42,7 +42,7 @@ def test_a_quantization_is_a_name_or_a_whole_configuration(
         ("--quantization", '{"quant_method"', "quantization"),
         ("--max-num-batched-tokens", str(MIN_STEP_TOKENS - 1), f"0 or at least {MIN_STEP_TOKENS}"),
         ("--memory-fraction", "1.1", "less than or equal to 1"),
-        ("--block-size", "0", "greater than or equal to 1"),
+        ("--block-size", "-1", "greater than or equal to 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(option: str, value: str, words: str) -> None:

@@ -7,12 +7,14 @@ write the keys and values into their slots, and let every row see its own sessio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -158,6 +160,17 @@ class RaggedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+@lru_cache(maxsize=1)
+def fused_kernel() -> Callable[..., Any] | None:
+    """torch's attention over blocks on a GPU; None where torch is too old to have it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - older than the torch that has it
+    except ImportError:
+        return None
+    kernel: Callable[..., Any] = varlen_attn
+    return kernel if "block_table" in signature(kernel).parameters else None
+
+
 class FusedAttention:
     """Attention of one step on a GPU: one kernel over all sessions, reading the blocks in place.
 
@@ -202,7 +215,9 @@ class FusedAttention:
         memory.write(layer, key, value, self._slots)
         keys, values = memory.blocks(layer)
         window = -1 if scoring.sliding_window is None else scoring.sliding_window - 1
-        attended = varlen_attn(
+        kernel = fused_kernel()
+        assert kernel is not None, "chosen only where there is one"
+        attended: Tensor = kernel(
             query,
             keys,
             values,
@@ -216,7 +231,6 @@ class FusedAttention:
             seqused_k=self._total_lengths,
             block_table=self._block_tables,
         )
-        assert isinstance(attended, Tensor)
         return attended
 
 

@@ -26,6 +26,8 @@ HOST_FRACTION = 0.25
 HOST_UNASKED_BYTES = 2**30
 GPU_STEP_TOKENS = 8192
 HOST_STEP_TOKENS = 256  # a prompt's chunk: about as long a step as running sessions can be made to wait for
+HOST_BLOCK_SIZE = 16  # tokens
+GPU_BLOCK_SIZE = 256  # FlashAttention 2 reads no smaller ones
 MIN_CONTEXT = MAX_DRAFT_LENGTH  # tokens; a session that is shorter is of no use to anybody
 # The most that is taken unasked: beyond it come models of a few kilobytes, whose blocks are dearer to keep count of.
 MAX_UNASKED_TOKENS = 2**22
@@ -39,7 +41,7 @@ class MemoryLimits:
     kv_budget_tokens: int = 0  # wins over the fraction
     max_context: int = 0  # tokens of one session
     max_sessions: int = 256
-    block_size: int = 16  # tokens
+    block_size: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,11 @@ def plan_kv(
     is impossible, so the context is lowered to them. Raises `StartupFailed` for a `max_context` beyond the model's,
     and where the memory does not hold one session of `MIN_CONTEXT` tokens or what `kv_budget_tokens` asks for.
     """
-    context, block_size = _context(limits.max_context, model_context), limits.block_size
+    block_size = limits.block_size or (GPU_BLOCK_SIZE if memory.is_gpu else HOST_BLOCK_SIZE)
+    context = _context(limits.max_context, model_context)
     wanted = limits.max_sessions * _blocks(context, block_size)
     block_bytes, other_bytes = bytes_per_token * block_size, weight_bytes + step_bytes
-    allowed, reason = _allowed_blocks(memory, limits, block_bytes, other_bytes)
+    allowed, reason = _allowed_blocks(memory, limits, block_size, block_bytes, other_bytes)
     unasked = max(HOST_UNASKED_BYTES // block_bytes, _blocks(context, block_size))
     if not (memory.is_gpu or limits.memory_fraction or limits.kv_budget_tokens) and unasked < allowed:
         allowed, reason = unasked, "what is taken unasked; raise it by --memory-fraction or --kv-budget-tokens"
@@ -164,14 +167,16 @@ def _context(requested: int, model_context: int) -> int:
     return requested or model_context
 
 
-def _allowed_blocks(memory: DeviceMemory, limits: MemoryLimits, block_bytes: int, other_bytes: int) -> tuple[int, str]:
+def _allowed_blocks(
+    memory: DeviceMemory, limits: MemoryLimits, block_size: int, block_bytes: int, other_bytes: int
+) -> tuple[int, str]:
     """Blocks that the explicit budget or the fraction allows, whatever the sessions can use, and which of them it was.
 
     `other_bytes` is what weights and steps take.
     """
     free_blocks = max(0, memory.free_bytes - other_bytes) // block_bytes
     if limits.kv_budget_tokens:
-        blocks = limits.kv_budget_tokens // limits.block_size
+        blocks = limits.kv_budget_tokens // block_size
         if blocks > free_blocks:
             raise StartupFailed(_over_budget(memory, limits, blocks * block_bytes, other_bytes))
         return blocks, f"--kv-budget-tokens {limits.kv_budget_tokens:,}"
@@ -184,7 +189,7 @@ def _allowed_blocks(memory: DeviceMemory, limits: MemoryLimits, block_bytes: int
     else:
         blocks = int(fraction * free_blocks)
         reason = f"--memory-fraction {fraction:g} of the {_size(memory.free_bytes)} that were free, less the weights"
-    most = MAX_UNASKED_TOKENS // limits.block_size
+    most = MAX_UNASKED_TOKENS // block_size
     if most < blocks:
         return most, f"the {MAX_UNASKED_TOKENS:,} tokens beyond which --kv-budget-tokens must ask"
     return blocks, reason

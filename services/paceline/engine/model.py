@@ -27,6 +27,7 @@ from paceline.engine.attention import (
     FusedAttention,
     RaggedAttention,
     ShapeRecorder,
+    fused_kernel,
 )
 from paceline.engine.batch import RaggedBatch, pack
 from paceline.engine.block_pool import BlockPool, BlockTable
@@ -119,7 +120,8 @@ class CausalModel:
         self._shares_prefixes = shares_prefixes
         self._graphs: GraphedSteps | None = None
         self._attention, self._short = _choose_attention(self._device, self.dtype, recorder)
-        self._refuse_unless_alike(probe_ids, expected)
+        if not self._is_alike(probe_ids, expected):
+            raise self._unsupported("it attends in a way that Paceline does not know")
 
     @classmethod
     def load(
@@ -137,7 +139,8 @@ class CausalModel:
         """Load by name (`resolve_checkpoint`), as `dtype` (`choose_dtype`), onto `device` ("auto": a GPU if any).
 
         `logit_noise` is the standard deviation of noise added to every logit (`hashed_noise`), so that a noisy copy of
-        a target drafts for it with any acceptance wanted; `quantization` is a transformers quantization config. Raises `ModelUnavailable` and `StartupFailed`.
+        a target drafts for it with any acceptance wanted; `quantization` is a transformers quantization config. Raises
+        `ModelUnavailable` and `StartupFailed`.
         """
         place = _choose_device(device)
         torch_dtype = choose_dtype(dtype, place)
@@ -307,8 +310,27 @@ class CausalModel:
             raise self._unsupported("it does not use the attention interface in all layers")
         return recorder
 
-    def _refuse_unless_alike(self, ids: Sequence[int], expected: Tensor) -> None:
-        """Compare with the network as transformers runs it: what attention of ours leaves out would be wrong in silence."""
+    def _is_alike(self, ids: Sequence[int], expected: Tensor) -> bool:
+        """Whether ragged batches give what the network gives as transformers runs it.
+
+        What attention of ours leaves out would be wrong in silence. Where the fused kernel fails or differs, attention goes
+        on without it.
+        """
+        if self._attention is RaggedAttention:
+            return self._error_in_batches(ids, expected) < _PROBE_TOLERANCE
+        try:
+            is_alike, reason = self._error_in_batches(ids, expected) < _PROBE_TOLERANCE, "it differs"
+        except RuntimeError as error:
+            is_alike, reason = False, str(error)
+        if not is_alike:
+            logger.warning("attention goes on without the fused kernel, and slower", reason=reason)
+            self._attention = RaggedAttention
+            return self._is_alike(ids, expected)
+        return True
+
+    def _error_in_batches(self, ids: Sequence[int], expected: Tensor) -> float:
+        """How far the logits are from `expected`, relative, for a typical row: one session in one piece beside another
+        in two."""
         middle = len(ids) // 2
         first, second = self.new_cache(), self.new_cache()
         noise, self._logit_noise = self._logit_noise, 0.0
@@ -317,10 +339,12 @@ class CausalModel:
         self._logit_noise = noise
         self.release(first)
         self.release(second)
-        for got in (rows[1], torch.cat((rows[0], rows[2]))):
-            errors = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
-            if not float(errors.median()) < _PROBE_TOLERANCE:
-                raise self._unsupported("it attends in a way that Paceline does not know")
+        expected = expected.cpu().float()
+        errors = [
+            (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+            for got in (rows[1], torch.cat((rows[0], rows[2])))
+        ]
+        return max(math.inf if each.isnan().any() else float(each.median()) for each in errors)
 
     def _unsupported(self, why: str) -> ModelUnavailable:
         return ModelUnavailable(
@@ -338,7 +362,7 @@ def _choose_attention(
     """How attention is computed, and up to how many rows a session counts as short."""
     is_even = all(shape.key_dim == shape.value_dim for shape in recorder.shapes)
     is_half = dtype in (torch.bfloat16, torch.float16)
-    if device.type == "cuda" and is_even and is_half and not recorder.has_softcap:
+    if device.type == "cuda" and is_even and is_half and not recorder.has_softcap and fused_kernel():
         return FusedAttention.of_batch, 0
     has_kernel = device.type == "cpu" and is_even and cpu_attention.is_supported(dtype)
     return RaggedAttention, SHORT_ROWS if has_kernel else 0
