@@ -5,18 +5,22 @@ from __future__ import annotations
 import uuid
 from typing import Any, NoReturn
 
+from prometheus_client import CollectorRegistry
+
 from paceline.engine.emulation import emulated
-from paceline.engine.model import CausalModel
-from paceline.model_service import ModelService, session_table, use_threads
+from paceline.engine.interface import CacheT, Model
+from paceline.engine.memory import Allocation, step_tokens
+from paceline.model_service import ModelService, load_model, session_table, use_threads
 from paceline.process import Lifetime, run_service
 from paceline.sessions import SessionTable
 from paceline.settings import TargetSettings
+from paceline.telemetry import ServiceMetrics
 from paceline.types import ModelInfo
 from paceline.v1 import target_service_pb2
 from paceline.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
 from target_service.scheduler import Command, Scheduler, TargetEvent
 from target_service.servicer import TargetServicer
-from target_service.verifier import CacheT, Model, TargetSession, Verifier
+from target_service.verifier import TargetSession
 
 SERVICE_NAME = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
@@ -24,8 +28,7 @@ SERVICE_NAME = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].f
 def prepare(settings: TargetSettings) -> ModelService[Command, TargetEvent]:
     """Load the model; the result serves it until asked to stop."""
     use_threads(settings.threads)
-    model = CausalModel.load(settings.model, dtype=settings.dtype, device=settings.device, cache_dir=settings.cache_dir)
-    model.warm_up()
+    model = load_model(settings)
     info = ModelInfo(
         model_id=model.model_id,
         vocab_size=model.vocab_size,
@@ -36,24 +39,37 @@ def prepare(settings: TargetSettings) -> ModelService[Command, TargetEvent]:
         eos_token_ids=tuple(model.eos_token_ids),
         emulated=settings.emulated_step_ms > 0,
     )
-    return assemble(settings, emulated(model, step_ms=settings.emulated_step_ms), info)
+    return assemble(
+        settings, emulated(model, step_ms=settings.emulated_step_ms), info, allocation=model.allocation
+    )
 
 
-def assemble(settings: TargetSettings, model: Model[CacheT], info: ModelInfo) -> ModelService[Command, TargetEvent]:
+def assemble(
+    settings: TargetSettings, model: Model[CacheT], info: ModelInfo, *, allocation: Allocation | None = None
+) -> ModelService[Command, TargetEvent]:
     """A service over any model behind the narrow interface; tests and benchmarks pass fakes."""
-    verifier = Verifier(model)
+    metrics = ServiceMetrics(CollectorRegistry())
     sessions: SessionTable[TargetSession[CacheT]] = session_table(
-        settings, info, kv_tokens_of=lambda session: session.kv_tokens
+        settings, model.memory, pending_tokens_of=lambda session: session.pending_tokens
+    )
+    scheduler = Scheduler(
+        model,
+        sessions,
+        max_batch_tokens=step_tokens(settings.max_num_batched_tokens, allocation.device if allocation else "cpu"),
+        on_step=metrics.observe_step,
     )
     return ModelService(
         settings,
         kind="target",
         service_name=SERVICE_NAME,
         info=info,
-        worker=Scheduler(verifier, sessions),
+        worker=scheduler,
         sessions=sessions,
-        outcomes=verifier.outcomes,
-        make_servicer=lambda submit, load, metrics: TargetServicer(
+        outcomes=scheduler.outcomes,
+        memory=model.memory,
+        allocation=allocation,
+        metrics=metrics,
+        make_servicer=lambda submit, load: TargetServicer(
             info,
             submit=submit,
             load=load,

@@ -93,7 +93,7 @@ class TargetServicer(target_grpc.TargetServiceServicer):
         if isinstance(event.outcome, PacelineError):
             self._metrics.failed_sessions.labels(reason=event.outcome.reason).inc()
             return _failed_event(event.address, event.outcome)
-        self._metrics.step_seconds.observe(event.outcome.step_time_s)
+        self._metrics.queue_seconds.observe(event.outcome.queue_time_s)
         return target_pb.TargetEvent(
             session_id=event.address.session_id, epoch=event.address.epoch, verdict=verdict_to_proto(event.outcome)
         )

@@ -28,15 +28,15 @@ class Purpose(IntEnum):
 
 
 _WORD = 2**64 - 1
-_INCREMENT = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, made odd: neighbouring counters land far apart
-_FIRST_FACTOR = 0xBF58476D1CE4E5B9  # the finaliser "variant 13" of SplitMix64 (Steele et al. 2014)
-_SECOND_FACTOR = 0x94D049BB133111EB
+INCREMENT = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, made odd: neighbouring counters land far apart
+FIRST_FACTOR = 0xBF58476D1CE4E5B9  # the finaliser "variant 13" of SplitMix64 (Steele et al. 2014)
+SECOND_FACTOR = 0x94D049BB133111EB
 _POSITION_STRIDE = 16  # room for purposes below a position, so that (position, purpose) is one counter
 
 
 def hashed(seed: int, position: int, purpose: Purpose, index: int = 0) -> int:
     """The 64-bit integer behind every number of that key; `seed` is 0 to 2**64 - 1, and 0 is a seed like any other."""
-    return _mixed(_stream_key(seed, position, purpose) + index * _INCREMENT)
+    return _mixed(stream_key(seed, position, purpose) + index * INCREMENT)
 
 
 def uniform(seed: int, position: int, purpose: Purpose, index: int = 0) -> float:
@@ -53,7 +53,7 @@ def counters(
     indices: Tensor,  # [count] int64
 ) -> Tensor:  # [count] int64
     """Indices, spaced out over all 64 bits, as `complements` takes them; worth keeping where they are used often."""
-    return indices * _signed(_INCREMENT)
+    return indices * _signed(INCREMENT)
 
 
 @lru_cache(maxsize=8)
@@ -73,9 +73,9 @@ def complements(
 
     The complement and not the uniform, since noise is large, and precision matters, where the uniform is close to 1.
     """
-    words = index_counters + _signed(_stream_key(seed, position, purpose))
+    words = index_counters + _signed(stream_key(seed, position, purpose))
     shifted = torch.empty_like(words)
-    for shift, factor in ((30, _FIRST_FACTOR), (27, _SECOND_FACTOR)):
+    for shift, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
         words.bitwise_xor_(_shift_right(words, shift, out=shifted)).mul_(_signed(factor))
     words.bitwise_xor_(_shift_right(words, 31, out=shifted))
     # 2**53 - (n | 1) is (2**53 - 1 - n) | 1: with all 53 bits of n turned over, and the lowest one set again.
@@ -106,14 +106,15 @@ _LN2_HIGH = float.fromhex("0x1.62e42feep-1")  # 32 bits of log 2, so that a prod
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")  # and the rest
 
 
-def _stream_key(seed: int, position: int, purpose: Purpose) -> int:
-    return _mixed(_mixed(seed + _INCREMENT) + (position * _POSITION_STRIDE + purpose) * _INCREMENT)
+def stream_key(seed: int, position: int, purpose: Purpose) -> int:
+    """What all numbers of one purpose at one position have in common; `hashed` mixes the index into it."""
+    return _mixed(_mixed(seed + INCREMENT) + (position * _POSITION_STRIDE + purpose) * INCREMENT)
 
 
 def _mixed(word: int) -> int:
     word &= _WORD
-    word = (word ^ (word >> 30)) * _FIRST_FACTOR & _WORD
-    word = (word ^ (word >> 27)) * _SECOND_FACTOR & _WORD
+    word = (word ^ (word >> 30)) * FIRST_FACTOR & _WORD
+    word = (word ^ (word >> 27)) * SECOND_FACTOR & _WORD
     return word ^ (word >> 31)
 
 

@@ -9,10 +9,12 @@ Knows nothing of models, services or accepting and rejecting.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch.nn.functional import pad
 from paceline import noise
 from paceline.errors import PacelineError, PayloadInvalid
 from paceline.noise import Purpose
-from paceline.types import SamplingParams, VerificationRule
+from paceline.types import SamplingParams, TopLogprobs, VerificationRule
 
 
 class DistributionUnusable(PacelineError):
@@ -74,12 +76,14 @@ def target_log_probs(
     row = _adjusted(logits, params, history, drafted)
     peak = _peak(row)
     if params.is_greedy:
-        return torch.full_like(row, -math.inf).index_fill_(0, row.argmax(), 0.0)
+        return torch.full_like(row, -math.inf).index_fill_(0, torch.tensor(_argmax(row), device=row.device), 0.0)
     is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     if params.temperature != 1.0 or is_filtered:
         row = (row - peak) / params.temperature  # at most 0, so no temperature can overflow it
     if not is_filtered:
         return row.log_softmax(0)
+    if _has_kernels(row) and (log_probs := _filtered_by_kernels(row, params)) is not None:
+        return log_probs
     kept_ids = _kept_ids(row, params)
     return torch.full_like(row, -math.inf).index_put_((kept_ids,), row[kept_ids].log_softmax(0))
 
@@ -95,7 +99,7 @@ def argmax_token(
     Raises `DistributionUnusable` as `target_log_probs` does.
     """
     row = _adjusted(logits, params, history, drafted)
-    token_id = int(row.argmax())
+    token_id = _argmax(row)
     _require_usable(float(row[token_id]))
     return token_id
 
@@ -134,6 +138,12 @@ def _ids_like(row: Tensor, ids: Sequence[int]) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=row.device)
 
 
+def _argmax(row: Tensor) -> int:
+    """Where the highest score is, the lowest id on a tie; where NaN is, if there is any."""
+    # The same as torch's, which takes ten times as long on a CPU.
+    return int(row.detach().numpy().argmax()) if row.device.type == "cpu" else int(row.argmax())
+
+
 def _peak(row: Tensor) -> float:
     """The highest score; NaN anywhere in the row shows up in it."""
     peak = float(row.amax())
@@ -147,6 +157,27 @@ def _require_usable(peak: float) -> None:
     if peak == -math.inf:
         raise DistributionUnusable("No token is left to draw; the bans, masks and model rule out the whole vocabulary.")
     raise DistributionUnusable(f"The highest logit is {peak}; the model computed no usable scores.")
+
+
+def raw_log_probs(
+    logits: Tensor,  # [vocab_size], any floating type
+    token_ids: Sequence[int],
+    *,
+    top: int,
+) -> tuple[list[float], TopLogprobs]:
+    """The model's own log-probabilities of the tokens, in their order, and its `top` most probable ones.
+
+    In float32, before everything that shapes the target distribution (vLLM's `raw_logprobs`). There are fewer most
+    probable tokens where fewer have any probability.
+    """
+    log_probs = logits.float().log_softmax(0)
+    named = log_probs[_ids_like(log_probs, token_ids)].tolist()
+    if top == 0:
+        return named, ()
+    leading, _ = _highest(log_probs, top)
+    ids = _largest_ids(log_probs, leading[leading > -math.inf])
+    ranked = sorted(zip(ids.tolist(), log_probs[ids].tolist(), strict=True), key=lambda entry: (-entry[1], entry[0]))
+    return named, tuple(ranked)
 
 
 # ---- top-k, top-p, min-p --------------------------------------------------------------------------------------------
@@ -201,6 +232,44 @@ def _largest_ids(row: Tensor, leading: Tensor) -> Tensor:
     return torch.cat((ids[row[ids] > cutoff], tied_ids[:-excess])).sort().values
 
 
+def _filtered_by_kernels(row: Tensor, params: SamplingParams) -> Tensor | None:
+    """What the plain algorithm gives, to the bit; None where a kernel cannot tell what is kept."""
+    from paceline import row_kernels  # noqa: PLC0415 - see `_has_kernels`
+
+    cutoff: row_kernels.Cutoff | None = row_kernels.EVERYTHING_POSSIBLE
+    if params.top_k > 0:
+        cutoff = row_kernels.top_k_cutoff(row, params.top_k)
+        if cutoff is not None and params.top_p < 1.0:
+            leading = row_kernels.kept_scores(row, cutoff).sort(descending=True).values
+            size = _nucleus_size(leading, leading.logsumexp(0), params.top_p)
+            cutoff = row_kernels.cutoff_behind(row, leading[:size])
+    elif params.top_p < 1.0:
+        cutoff = row_kernels.nucleus_cutoff(row, params.top_p)
+    if cutoff is None:
+        return None
+    if params.min_p > 0.0:
+        cutoff = cutoff.raised_to(math.log(params.min_p))
+    # All scores move by one number, and the highest of them was 0.
+    moved_by = row_kernels.kept_scores(row, cutoff).log_softmax(0).amax()
+    return row_kernels.shift_kept(row, cutoff, float(moved_by))
+
+
+def _has_kernels(row: Tensor) -> bool:
+    """Whether `row_kernels` takes this row. Not imported above: it loads numba, and many who import this module never
+    sample, or on a GPU."""
+    is_plain = row.dtype == torch.float32 and row.device.type == "cpu" and row.is_contiguous()
+    return is_plain and row.numel() > 0 and _can_compile()
+
+
+@cache
+def _can_compile() -> bool:
+    try:
+        importlib.import_module("paceline.row_kernels")
+    except (ImportError, OSError):  # no numba for this machine
+        return False
+    return True
+
+
 _BLOCK = 64  # entries; the sweet spot for 16 to 64 leaders of 50,000 to 150,000
 
 
@@ -220,6 +289,7 @@ def _highest(row: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 # ---- drawing --------------------------------------------------------------------------------------------------------
 
+_NO_DISTRIBUTION = "There is no token to draw; the row holds no probability, or values that are NaN."
 _SCORED_FIRST = 8  # tokens scored before asking whether any other can win; one row in 2**8 has more contenders
 _SLACK = 1e-4  # relative; far above the rounding of the float32 bounds, far below what would let in many contenders
 
@@ -237,6 +307,8 @@ def coupled_sample(
     bounds are scored exactly, and then only those whose bound reaches the best score. Raises `DistributionUnusable`
     where there is no distribution.
     """
+    if _has_kernels(log_probs):
+        return _coupled_by_kernels(log_probs, seed, position)
     probs = log_probs.softmax(0, dtype=torch.float32)
     possible_ids = _possible_ids(probs)
     bounds = _bounds(probs, possible_ids, seed, position)
@@ -250,6 +322,15 @@ def coupled_sample(
     for token_id in _ids_at((bounds >= contest.to_reach).nonzero().flatten(), possible_ids).tolist():
         contest.enter(token_id)
     return contest.winner
+
+
+def _coupled_by_kernels(log_probs: Tensor, seed: int, position: int) -> int:
+    from paceline import row_kernels  # noqa: PLC0415 - see `_has_kernels`
+
+    peak = float(log_probs.amax())
+    if not math.isfinite(peak):
+        raise DistributionUnusable(_NO_DISTRIBUTION)
+    return row_kernels.coupled_sample(log_probs, seed, position, peak=peak)
 
 
 class _Contest:
@@ -284,7 +365,7 @@ def _possible_ids(probs: Tensor) -> Tensor | None:
     """
     lowest = float(probs.amin())
     if math.isnan(lowest):
-        raise DistributionUnusable("There is no token to draw; the row holds no probability, or values that are NaN.")
+        raise DistributionUnusable(_NO_DISTRIBUTION)
     if lowest > 0.0 or 8 * int(probs.count_nonzero()) > probs.numel():
         return None
     return probs.nonzero().flatten()

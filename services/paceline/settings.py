@@ -88,7 +88,10 @@ class ModelServiceSettings(ServiceSettings):
     )
     max_context: int = Field(0, ge=0, description="Tokens of the longest session; 0 takes the model's own limit.")
     block_size: int = Field(
-        0, ge=0, le=1024, description="Tokens of one block of memory, the unit that is shared; 0 takes 16, on a GPU 256."
+        0,
+        ge=0,
+        le=1024,
+        description="Tokens of one block of memory, the unit that is shared; 0 takes 16, on a GPU 256.",
     )
     max_num_batched_tokens: int = Field(
         0, ge=0, description="Tokens fed in one step; 0 takes 8192 on a GPU and 256 on a CPU."

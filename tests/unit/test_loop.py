@@ -669,12 +669,12 @@ async def test_the_law_test_sees_a_choice_by_value(kind: type[LocalDrafts], sess
 
 async def test_the_law_test_sees_a_number_that_serves_two_purposes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: whether a draft is kept is decided by the very number that drew it. 2,000 tokens show it."""
-    key = noise._stream_key
+    key = noise.stream_key
 
     def confused(seed: int, position: int, purpose: Purpose) -> int:
         return key(seed, position, Purpose.DRAFT_SAMPLE if purpose is Purpose.ACCEPT else purpose)
 
-    monkeypatch.setattr(noise, "_stream_key", confused)
+    monkeypatch.setattr(noise, "stream_key", confused)
     answers = await markov_answers(sessions=SESSIONS // 3)
     assert p_value(answers, known=1) < SIGNIFICANCE / 100
 
@@ -682,12 +682,12 @@ async def test_the_law_test_sees_a_number_that_serves_two_purposes(monkeypatch: 
 async def test_the_pair_test_sees_noise_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: two positions share the number that draws their drafts, each of them right by itself. 3,000 tokens show
     it."""
-    key = noise._stream_key
+    key = noise.stream_key
 
     def standing(seed: int, position: int, purpose: Purpose) -> int:
         return key(seed, position // 2 * 2 if purpose is Purpose.DRAFT_SAMPLE else position, purpose)
 
-    monkeypatch.setattr(noise, "_stream_key", standing)
+    monkeypatch.setattr(noise, "stream_key", standing)
     answers = await markov_answers(sessions=SESSIONS // 2)
     assert p_value(answers, known=2) < SIGNIFICANCE / 100
 

@@ -6,6 +6,7 @@ The fake model's logits depend on every token in its cache, so a cache cut by on
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from paceline.noise import Purpose
 from paceline.rejection import judge_draft, walk
 from paceline.sampling import SparseDistribution, TokenHistory
 from paceline.types import Origin, Row, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
-from target_service.verifier import DraftToJudge, TargetSession, Verifier, common_prefix_length
+from target_service.verifier import SILENT_S, DraftToJudge, TargetSession, Verifier, common_prefix_length
 from tests.fakes import (
     CountingOutput,
     FakeCache,
@@ -29,6 +30,7 @@ from tests.fakes import (
     LocalDrafts,
     LocalTarget,
     Logits,
+    SoloVerifier,
     hashed_logits,
     spec_of,
     target_alone,
@@ -101,7 +103,7 @@ def test_cache_holds_all_committed_tokens_but_the_last_after_every_outcome(
     """
     for kept_length in range(draft_length + 1):
         model, session_spec = fake_model(), spec(rule)
-        verifier = Verifier[FakeCache](model)
+        verifier = SoloVerifier(model)
         session = verifier.open(session_spec, PROMPT)
         committed = PROMPT
         own = tuple(target_alone(LOGITS, session_spec, PROMPT, draft_length + 1))
@@ -119,7 +121,7 @@ def test_cache_holds_all_committed_tokens_but_the_last_after_every_outcome(
             asked = drawn(len(committed), new, next_draft, salt=2 + round_number)
             assert verifier.judge(session, asked).rows == rows_from_scratch(session_spec, committed, asked)
             assert model.lengths_before_step[-1] == len(committed) - 1
-            assert session.cache.length == len(session.fed) == len(committed) + len(next_draft)
+            assert session.cache.length == len(session.cached_ids()) == len(committed) + len(next_draft)
         assert model.lengths_before_step[0] == 0
 
 
@@ -127,7 +129,7 @@ def test_cache_holds_all_committed_tokens_but_the_last_after_every_outcome(
 def test_kept_lengths_of_one_session_are_nothing_to_another(rule: VerificationRule) -> None:
     """Nothing kept beside everything kept, step by step in turn (C40)."""
     model, session_spec = fake_model(), spec(rule)
-    verifier = Verifier[FakeCache](model)
+    verifier = SoloVerifier(model)
     sessions = [verifier.open(session_spec, PROMPT) for _ in range(2)]
     drafted = (2, 4, 6, 8)
     committed: list[tuple[int, ...]] = [PROMPT, PROMPT]
@@ -144,7 +146,7 @@ def test_kept_lengths_of_one_session_are_nothing_to_another(rule: VerificationRu
 @pytest.mark.parametrize("rule", RULES)
 def test_a_verdict_can_be_asked_for_again(rule: VerificationRule) -> None:
     """The same draft gives the same rows, and another draft on the same tokens its own."""
-    verifier, session_spec = Verifier[FakeCache](fake_model()), spec(rule)
+    verifier, session_spec = SoloVerifier(fake_model()), spec(rule)
     session = verifier.open(session_spec, PROMPT)
     for drafted in ((1, 2, 3), (1, 2, 3), (1, 5), (), (1, 2, 3)):
         asked = draft(len(PROMPT), (), drafted)
@@ -153,7 +155,7 @@ def test_a_verdict_can_be_asked_for_again(rule: VerificationRule) -> None:
 
 def test_committed_tokens_may_be_told_again() -> None:
     """A message may repeat tokens that are known, also from the prompt on: only what is new is added."""
-    verifier, session_spec = Verifier[FakeCache](fake_model()), spec(VerificationRule.COUPLED)
+    verifier, session_spec = SoloVerifier(fake_model()), spec(VerificationRule.COUPLED)
     session = verifier.open(session_spec, PROMPT)
     verifier.judge(session, draft(6, (9,), (1, 2)))
     committed = (*PROMPT, 9, 8, 7)
@@ -176,7 +178,7 @@ def test_committed_tokens_may_be_told_again() -> None:
 def test_tokens_that_do_not_join_on_are_refused(base_length: int, committed_ids: tuple[int, ...]) -> None:
     """The session is as it was: the next draft is judged as if nothing had been asked."""
     model, session_spec = fake_model(), spec(VerificationRule.COUPLED)
-    verifier = Verifier[FakeCache](model)
+    verifier = SoloVerifier(model)
     session = verifier.open(session_spec, PROMPT)
     verifier.judge(session, draft(len(PROMPT), (), (7, 7)))
     with pytest.raises(LengthMismatch, match="open the session again"):
@@ -188,9 +190,9 @@ def test_tokens_that_do_not_join_on_are_refused(base_length: int, committed_ids:
 
 def test_a_draft_beyond_the_context_is_refused_and_one_that_just_fits_is_not() -> None:
     """`base_length + draft_length` tokens are fed; the token decided behind them needs no room (C50)."""
-    verifier, session_spec = Verifier[FakeCache](fake_model(max_context=8)), spec(VerificationRule.COUPLED)
+    verifier, session_spec = SoloVerifier(fake_model(max_context=8)), spec(VerificationRule.COUPLED)
     session = verifier.open(session_spec, PROMPT)
-    with pytest.raises(ContextTooLong, match="draft fewer"):
+    with pytest.raises(ContextTooLong, match="ask for less"):
         verifier.judge(session, draft(len(PROMPT), (), (1, 2, 3, 4)))
     asked = draft(len(PROMPT), (), (1, 2, 3))
     assert verifier.judge(session, asked).rows == rows_from_scratch(session_spec, PROMPT, asked)
@@ -204,7 +206,7 @@ def test_a_draft_beyond_the_context_is_refused_and_one_that_just_fits_is_not() -
 
 def test_a_draft_that_its_distribution_cannot_have_given_is_refused_and_harmless() -> None:
     """The rows cannot be computed; the session goes on (C47)."""
-    verifier, session_spec = Verifier[FakeCache](fake_model()), spec(VerificationRule.REJECTION)
+    verifier, session_spec = SoloVerifier(fake_model()), spec(VerificationRule.REJECTION)
     session = verifier.open(session_spec, PROMPT)
     bad = DraftToJudge(
         base_length=len(PROMPT), committed_ids=(), draft_ids=(3,), distributions=(SparseDistribution.one_hot(4),)
@@ -232,7 +234,7 @@ def test_a_session_opened_again_reuses_what_agrees(
 ) -> None:
     """The cache of the older session serves as far as the tokens are the same, and no further."""
     model, session_spec = fake_model(), spec(rule)
-    verifier = Verifier[FakeCache](model)
+    verifier = SoloVerifier(model)
     old = verifier.open(session_spec, PROMPT)
     verifier.judge(old, draft(len(PROMPT) + 2, (9, 8), (5, 5, 5)))
     asked = draft(len(committed), (), (7, 1))
@@ -245,6 +247,73 @@ def test_a_session_opened_again_reuses_what_agrees(
     session = verifier.open(new_spec, committed, old)
     assert verifier.judge(session, asked).rows == rows_from_scratch(new_spec, committed, asked)
     assert model.lengths_before_step[-1] == reused_length
+
+
+# ---- memory and time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_session_whose_memory_was_taken_is_judged_as_before(rule: VerificationRule) -> None:
+    """Between a draft and the next one, and before the first: all tokens are fed again, none of the old draft (C34)."""
+    model, session_spec = fake_model(), spec(rule)
+    verifier = SoloVerifier(model)
+    session = verifier.open(session_spec, PROMPT)
+    committed = PROMPT
+    for number, (new, drafted) in enumerate([((), (7, 8, 9)), ((7, 8, 1), (5, 5)), ((2,), (3,))]):
+        model.release(session.cache)
+        assert session.cached_ids() == []
+        committed += new
+        asked = drawn(len(committed), new, drafted, salt=number)
+        assert verifier.judge(session, asked).rows == rows_from_scratch(session_spec, committed, asked)
+        assert (model.lengths_before_step[-1], session.cached_ids()) == (0, [*committed, *drafted])
+    assert (verifier.verifier.outcomes.num_draft_tokens, verifier.verifier.outcomes.num_accepted_tokens) == (5, 2)
+
+
+def test_pending_tokens_are_the_committed_ones_that_are_not_cached() -> None:
+    """Those of a draft are nobody's, so there are never fewer than none."""
+    verifier = SoloVerifier(fake_model())
+    session = verifier.open(spec(VerificationRule.COUPLED), PROMPT)
+    assert session.pending_tokens == len(PROMPT)
+    asked = draft(len(PROMPT) + 1, (6,), (1, 2))
+    verifier.verifier.begin(session, asked)
+    assert session.pending_tokens == len(PROMPT) + 1
+    verifier.judge(session, asked)
+    assert session.pending_tokens == 0
+    verifier.verifier.begin(session, draft(len(PROMPT) + 2, (3,)))
+    assert session.pending_tokens == 1  # the draft's first token was refused: 6 tokens are cached of 7
+
+
+def test_session_is_silent_once_it_has_sent_nothing_for_long() -> None:
+    """From its opening or its last draft on, whichever was later; opened again it has been heard."""
+    now_s = [100.0]
+    verifier = Verifier[FakeCache](fake_model(), clock=lambda: now_s[0])
+    session = verifier.open(spec(VerificationRule.COUPLED), PROMPT)
+    now_s[0] += SILENT_S
+    assert not session.is_silent
+    verifier.begin(session, draft(len(PROMPT), ()))
+    now_s[0] += SILENT_S
+    assert not session.is_silent
+    now_s[0] += 0.1
+    assert session.is_silent
+    assert not verifier.open(session.spec, PROMPT, session).is_silent
+
+
+def test_sessions_are_ranked_by_their_first_opening() -> None:
+    """One that is opened again keeps its rank, wherever its cache ends."""
+    verifier = SoloVerifier(fake_model())
+    first, second = (verifier.open(spec(VerificationRule.COUPLED), PROMPT) for _ in range(2))
+    again = verifier.open(first.spec, (*PROMPT, 1), first)
+    assert first.opened == again.opened < second.opened
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_carry_log_probabilities_where_the_session_asks_for_them(rule: VerificationRule) -> None:
+    """As many alternatives as it asks for, and nothing otherwise."""
+    for logprobs in (None, 0, 2):
+        session_spec = replace(spec(rule), logprobs=logprobs)
+        verifier = SoloVerifier(fake_model())
+        rows = verifier.judge(verifier.open(session_spec, PROMPT), draft(len(PROMPT), (), (7, 8))).rows
+        assert [None if row.logprobs is None else len(row.logprobs.top) for row in rows] == [logprobs] * len(rows)
 
 
 # ---- what was kept --------------------------------------------------------------------------------------------------
@@ -269,7 +338,7 @@ async def test_what_was_kept_is_known_of_every_draft_but_the_last(rule: Verifica
         output=CountingOutput(120),
         stats=stats,
     ):
-        outcomes = target._verifier.outcomes
+        outcomes = target._verifier.verifier.outcomes
         # The draft behind this round has not been judged, so the target knows what was kept up to the round before.
         assert counts(outcomes) == counts(known[-1])
         known.append(copy.deepcopy(stats))
@@ -302,13 +371,13 @@ def test_what_was_kept_is_read_from_the_tokens_committed_next(
 ) -> None:
     """Also where the session is opened again on them; where they do not reach far enough nothing is counted."""
     session_spec = spec(VerificationRule.COUPLED)
-    verifier = Verifier[FakeCache](fake_model())
+    verifier = SoloVerifier(fake_model())
     session = verifier.open(session_spec, PROMPT)
     verifier.judge(session, draft(len(PROMPT), (), (7, 8, 9)))
     if is_opened_again:
         session = verifier.open(session_spec, (*PROMPT, *told), session)
     verifier.judge(session, draft(len(PROMPT) + len(told), told, (4,)))
-    outcomes = verifier.outcomes
+    outcomes = verifier.verifier.outcomes
     expected = (0, 0) if kept_length is None else (3, kept_length)
     assert (outcomes.num_draft_tokens, outcomes.num_accepted_tokens) == expected
 
@@ -316,21 +385,21 @@ def test_what_was_kept_is_read_from_the_tokens_committed_next(
 def test_a_draft_that_is_asked_for_again_counts_once() -> None:
     """And one that was never answered, or that another prompt has overtaken, not at all."""
     session_spec = spec(VerificationRule.COUPLED)
-    verifier = Verifier[FakeCache](fake_model())
+    verifier = SoloVerifier(fake_model())
     session = verifier.open(session_spec, PROMPT)
     for _ in range(3):
         verifier.judge(session, draft(len(PROMPT), (), (7, 8)))
     verifier.judge(session, draft(len(PROMPT) + 2, (7, 1), ()))
-    assert (verifier.outcomes.num_drafts, verifier.outcomes.num_accepted_tokens) == (1, 1)
+    assert (verifier.verifier.outcomes.num_drafts, verifier.verifier.outcomes.num_accepted_tokens) == (1, 1)
     verifier.judge(session, draft(len(PROMPT) + 2, (), (5, 5)))
     session = verifier.open(session_spec, (0, *PROMPT[1:], 7, 1, 5, 5), session)
     verifier.judge(session, draft(len(PROMPT) + 4, (), ()))
-    assert (verifier.outcomes.num_drafts, verifier.outcomes.num_accepted_tokens) == (1, 1)
+    assert (verifier.verifier.outcomes.num_drafts, verifier.verifier.outcomes.num_accepted_tokens) == (1, 1)
 
 
 def test_a_draft_counts_once_though_the_step_that_told_its_outcome_failed() -> None:
     """Whoever asked hears why, and asks again on the same tokens; the draft that failed was never answered."""
-    verifier, session_spec = Verifier[FakeCache](fake_model()), spec(VerificationRule.REJECTION)
+    verifier, session_spec = SoloVerifier(fake_model()), spec(VerificationRule.REJECTION)
     session = verifier.open(session_spec, PROMPT)
     verifier.judge(session, drawn(len(PROMPT), (), (7, 8), salt=1))
     bad = DraftToJudge(
@@ -339,7 +408,7 @@ def test_a_draft_counts_once_though_the_step_that_told_its_outcome_failed() -> N
     with pytest.raises(PayloadInvalid):
         verifier.judge(session, bad)
     verifier.judge(session, drawn(len(PROMPT) + 2, (7, 1), (5,), salt=2))
-    assert counts(verifier.outcomes) == (1, 2, 1, [1, 0])
+    assert counts(verifier.verifier.outcomes) == (1, 2, 1, [1, 0])
 
 
 STEPS = st.lists(
@@ -361,7 +430,7 @@ def test_any_history_gives_the_rows_of_a_fresh_session(
 ) -> None:
     """100 drawn histories over three tokens, where drafts often agree by chance: nothing is left of what was undone."""
     model, session_spec = fake_model(), spec(rule)
-    verifier = Verifier[FakeCache](model)
+    verifier = SoloVerifier(model)
     committed, new = PROMPT, tuple[int, ...]()
     session: TargetSession[FakeCache] = verifier.open(session_spec, committed)
     for number, (drafted, kept_length, next_token, event) in enumerate(steps):
@@ -380,7 +449,7 @@ def test_the_walk_over_the_rows_gives_the_target_alone() -> None:
     """Under `coupled`, with drafts of every kind of error, token by token what the target emits without any draft."""
     session_spec = spec(VerificationRule.COUPLED)
     expected = target_alone(LOGITS, session_spec, PROMPT, 60)
-    verifier = Verifier[FakeCache](fake_model())
+    verifier = SoloVerifier(fake_model())
     session = verifier.open(session_spec, PROMPT)
     emitted: list[int] = []
     new: tuple[int, ...] = ()
@@ -414,14 +483,11 @@ def test_the_walk_over_the_rows_gives_the_target_alone() -> None:
     shared=st.lists(st.integers(0, 1), max_size=6),
     first=st.lists(st.integers(0, 1), max_size=4),
     second=st.lists(st.integers(0, 1), max_size=4),
-    known_share=st.floats(0, 1),
 )
-def test_common_prefix_is_found_from_any_place_known_to_agree(
-    shared: list[int], first: list[int], second: list[int], known_share: float
-) -> None:
+def test_common_prefix_ends_where_tokens_differ(shared: list[int], first: list[int], second: list[int]) -> None:
     """100 drawn pairs against comparing token by token."""
     one, other = shared + first, shared + second
     length = 0
     while length < min(len(one), len(other)) and one[length] == other[length]:
         length += 1
-    assert common_prefix_length(one, other, start=int(known_share * len(shared))) == length
+    assert common_prefix_length(one, other) == length

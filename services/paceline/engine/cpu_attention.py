@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import numba
 import numpy as np
@@ -30,8 +30,8 @@ from numba.extending import intrinsic
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
+from paceline.compiled import compiled
+
 _IntArray = NDArray[np.int32]
 _FloatArray = NDArray[np.float32]
 
@@ -467,17 +467,8 @@ def _row_sum(typing: Any, array: Any, row: Any, width: Any) -> Any:
 # The kernel.
 
 
-def _compile(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """The function, compiled at its first call, or read from the disk where it was compiled before.
-
-    No flag lets LLVM reorder sums or assume that there is no NaN.
-    """
-    decorate = functools.partial(numba.njit, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    try:
-        compiled = decorate(cache=True)(function)
-    except RuntimeError:  # no directory to write to
-        compiled = decorate()(function)
-    return cast(Callable[_Parameters, _Result], compiled)
+# No flag lets LLVM reorder sums or assume that there is no NaN.
+_compile = compiled(fastmath=("contract", "nsz"))
 
 
 @_compile

@@ -356,9 +356,7 @@ class CausalModel:
 AttentionMaker = Callable[[KVMemory, RaggedBatch, Tensor], Attention]
 
 
-def _choose_attention(
-    device: torch.device, dtype: torch.dtype, recorder: ShapeRecorder
-) -> tuple[AttentionMaker, int]:
+def _choose_attention(device: torch.device, dtype: torch.dtype, recorder: ShapeRecorder) -> tuple[AttentionMaker, int]:
     """How attention is computed, and up to how many rows a session counts as short."""
     is_even = all(shape.key_dim == shape.value_dim for shape in recorder.shapes)
     is_half = dtype in (torch.bfloat16, torch.float16)

@@ -110,6 +110,7 @@ class StepPlanner(Generic[CacheT]):
     ) -> None:
         self._model, self._holders, self.max_batch_tokens = model, holders, max_batch_tokens
         self.preemptions = 0
+        self._waited_at: dict[int, int] = {}  # by age: cached tokens of sessions that waited for another one's
 
     def plan(self, wishes: Sequence[Wish[CacheT]]) -> list[Part[CacheT]]:
         """As much of the wishes, given in the order of their urgency, as fits: each at most once.
@@ -151,7 +152,9 @@ class StepPlanner(Generic[CacheT]):
         for wish in wishes:
             count = _chunk_length(wish, budget)
             next_tokens = _next_tokens(wish)
-            if count <= 0 or next_tokens in plan.being_computed or wish.feeder.opened > plan.newest_allowed:
+            if count <= 0 or wish.feeder.opened > plan.newest_allowed:
+                continue
+            if next_tokens in plan.being_computed and self._may_wait(wish):
                 continue
             if self._make_room(plan, wish, count):
                 plan.parts[wish.feeder.opened] = Part(wish, count)
@@ -160,6 +163,14 @@ class StepPlanner(Generic[CacheT]):
                     plan.being_computed.add(next_tokens)
             else:
                 plan.newest_allowed = min(plan.newest_allowed, wish.feeder.opened)
+
+    def _may_wait(self, wish: Wish[CacheT]) -> bool:
+        """Whether the session may wait for another one's tokens: one step, and again if it then could reuse some."""
+        opened, length = wish.feeder.opened, wish.feeder.cache.length
+        if self._waited_at.pop(opened, None) == length:
+            return False
+        self._waited_at[opened] = length
+        return True
 
     def _make_room(self, plan: _Plan[CacheT], wish: Wish[CacheT], count: int) -> bool:
         cache = wish.feeder.cache
