@@ -61,9 +61,7 @@ class Kind:
 def counting_model(settings: ModelServiceSettings) -> FakeModel:
     """Its memory counts single tokens: as many as the settings say, else as many whole contexts as sessions."""
     tokens = settings.kv_budget_tokens or settings.max_sessions * MAX_CONTEXT
-    return FakeModel(
-        counting_logits(VOCAB), vocab_size=VOCAB, max_context=MAX_CONTEXT, num_blocks=tokens, block_size=1
-    )
+    return FakeModel(counting_logits(VOCAB), vocab_size=VOCAB, max_context=MAX_CONTEXT, num_blocks=tokens, block_size=1)
 
 
 def counting_target(**settings: Any) -> Serve:
