@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 
@@ -33,3 +33,12 @@ def compiled(
         return cast(Callable[_Parameters, _Result], result)
 
     return decorate
+
+
+def c_function(function: Callable[[Any], None]) -> Any:
+    """The function as `void function(void *data)`; its `address` is what others can call."""
+    compile_with = partial(numba.cfunc, numba.types.void(numba.types.voidptr))
+    try:
+        return compile_with(cache=True)(function)
+    except RuntimeError:  # no directory to write to
+        return compile_with()(function)

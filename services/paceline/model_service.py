@@ -10,6 +10,7 @@ import grpc.aio
 import structlog
 import torch
 
+from paceline import sampling
 from paceline.engine.interface import Memory
 from paceline.engine.memory import Allocation, MemoryLimits
 from paceline.engine.model import CausalModel
@@ -176,6 +177,7 @@ def load_model(settings: ModelServiceSettings, *, logit_noise: float = 0.0) -> C
         shares_prefixes=settings.enable_prefix_caching,
     )
     model.warm_up()
+    sampling.warm_up()
     if settings.cuda_graphs:
         model.capture_graphs(settings.max_sessions)
     return model

@@ -180,6 +180,13 @@ def raw_log_probs(
     return named, tuple(ranked)
 
 
+def warm_up() -> None:
+    """Sample a row or two, so that no request waits for what is compiled at first use."""
+    row, history = torch.linspace(0.0, 1.0, 4096), TokenHistory(())
+    for params in (SamplingParams(top_k=50), SamplingParams(top_p=0.5), SamplingParams()):
+        coupled_sample(target_log_probs(row, params, history, ()), seed=0, position=0)
+
+
 # ---- top-k, top-p, min-p --------------------------------------------------------------------------------------------
 
 # The nucleus is sorted out of the tokens at most this far (in logits) below the best: mostly few, in the end all.

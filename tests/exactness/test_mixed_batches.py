@@ -420,7 +420,8 @@ def check_drafter(models: Models, plans: Sequence[Plan], setting: Setting) -> No
     for reader, same_alone in zip(readers, expected, strict=True):
         assert reader.drafts == same_alone.drafts[: len(reader.drafts)]
         for shares, same_shares in zip(reader.drawn_from, same_alone.drawn_from, strict=False):
-            assert shares == pytest.approx(same_shares, abs=1e-4)
+            # They are rounded to half precision, where the last bits of a sum may tip the balance.
+            assert shares == pytest.approx(same_shares, abs=1e-3)
         assert len(reader.drafts) == len(same_alone.drafts) or reader.plan.cancelled is not None
 
 

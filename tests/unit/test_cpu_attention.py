@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.engine import cpu_attention
+from paceline.engine import cpu_attention, torch_threads
 from paceline.engine.cpu_attention import RowPlan, attend, is_supported, plan_rows
+from paceline.engine.torch_threads import available_threads, run
 
 # Of the largest value, 1 to 4 here: float32 keeps 24 bits, and the sums are a few hundred long; bfloat16 rounds the
 # result to 8 bits.
@@ -207,17 +208,19 @@ def test_same_bits_from_any_number_of_threads(threads: int, monkeypatch: pytest.
     """More threads than there is work for are as good as one, be it a batch or a single session."""
     scene = make_scene(RAGGED)
     plans = [scene.plan(), scene.plan(9)]
-    monkeypatch.setattr(cpu_attention, "_worthwhile_threads", lambda work: 1)
+    monkeypatch.setattr(cpu_attention, "_LEAST_SHARED_WORK", 0)
+    monkeypatch.setattr(cpu_attention, "available_threads", lambda: 1)
     alone = [attend(scene.query, scene.keys, scene.values, plan, scale=0.125) for plan in plans]
-    monkeypatch.setattr(cpu_attention, "_worthwhile_threads", lambda work: threads)
+    monkeypatch.setattr(cpu_attention, "available_threads", lambda: threads)
     split = [attend(scene.query, scene.keys, scene.values, plan, scale=0.125) for plan in plans]
     assert torch.equal(split[0], alone[0])
     assert torch.equal(split[1][scene.rows_of(9)], alone[1][scene.rows_of(9)])
 
 
 def test_two_threads_attend_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models in one process share the helpers, and each gets its own result."""
-    monkeypatch.setattr(cpu_attention, "_worthwhile_threads", lambda work: 2)
+    """Two models in one process do not disturb each other."""
+    monkeypatch.setattr(cpu_attention, "_LEAST_SHARED_WORK", 0)
+    monkeypatch.setattr(cpu_attention, "available_threads", lambda: 2)
     scenes = [make_scene(RAGGED), make_scene(RAGGED[::-1], dtype=torch.bfloat16)]
     right = [attend(scene.query, scene.keys, scene.values, scene.plan(), scale=0.125) for scene in scenes]
     same: list[bool] = []
@@ -236,74 +239,42 @@ def test_two_threads_attend_at_the_same_time(monkeypatch: pytest.MonkeyPatch) ->
     assert same == [True] * 100
 
 
-def test_an_error_in_a_helper_reaches_the_caller() -> None:
-    """All parts are tried, and the first error is raised."""
-    tried: list[int] = []
+@pytest.mark.parametrize(("least", "expected"), [(0, [3]), (10**12, [])])
+def test_small_work_is_not_shared(least: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread is done before others have begun."""
+    regions: list[int] = []
 
-    def fail_in_second(part: int) -> None:
-        tried.append(part)
-        if part == 1:
-            raise MemoryError
+    def recorded(function: int, data: int, threads: int) -> None:
+        regions.append(threads)
+        run(function, data, threads)
 
-    with pytest.raises(MemoryError):
-        cpu_attention._Helpers(2).run(fail_in_second, 3)
-    assert sorted(tried) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_stays_in_its_session(dtype: torch.dtype) -> None:
-    """A row that is no number spoils itself, visibly, and nobody else."""
-    scene = make_scene(RAGGED, dtype=dtype)
-    clean = attend(scene.query, scene.keys, scene.values, scene.plan(), scale=0.125)
-    spoilt = scene.rows_of(9).start + 4
-    scene.query[spoilt, 5, 7] = torch.nan
-    output = attend(scene.query, scene.keys, scene.values, scene.plan(), scale=0.125)
-    assert output[spoilt, 5].isnan().all()
-    output[spoilt, 5] = clean[spoilt, 5]
-    assert torch.equal(output, clean)
-
-
-def test_tokens_before_the_window_are_never_read() -> None:
-    """Their blocks may have been given to another session whose keys and values are no numbers."""
-    scene = make_scene(((100, 2),))
-    right = expected(scene, 0, scale=0.125, window=20, softcap=None)
-    gone = scene.slots_of(0)[: 100 + 1 - 20]
-    scene.keys[gone], scene.values[gone] = torch.nan, torch.nan
-    output = attend(scene.query, scene.keys, scene.values, scene.plan(), scale=0.125, sliding_window=20)
-    torch.testing.assert_close(output.double(), right, rtol=2e-6, atol=2e-6)
-
-
-def test_sessions_without_rows_and_empty_steps() -> None:
-    """A session may have nothing to do in a step, and so may all."""
+    monkeypatch.setattr(cpu_attention, "_LEAST_SHARED_WORK", least)
+    monkeypatch.setattr(cpu_attention, "available_threads", lambda: 3)
+    monkeypatch.setattr(cpu_attention, "run", recorded)
     scene = make_scene(RAGGED)
-    output = attend(scene.query, scene.keys, scene.values, scene.plan(), scale=0.125)
-    plan = plan_rows(
-        scene.block_tables[[8, 9, 8]],
-        first_row=[0, 0, 0],
-        row_count=[0, 9, 0],
-        context_length=[64, 200, 9999],
-        block_size=16,
-    )
-    rows = scene.rows_of(9)
-    assert torch.equal(attend(scene.query[rows], scene.keys, scene.values, plan, scale=0.125), output[rows])
-    nothing = plan_rows(np.zeros((0, 4)), first_row=[], row_count=[], context_length=[], block_size=16)
-    assert attend(scene.query[:0], scene.keys, scene.values, nothing, scale=0.125).shape == (0, 9, 64)
+    attend(scene.query, scene.keys, scene.values, scene.plan(), scale=0.125)
+    assert regions == expected
 
 
-def test_query_need_not_be_contiguous() -> None:
-    """As it comes out of a model, heads before tokens."""
+def test_torchs_threads_can_be_reached_where_torch_computes_with_openmp() -> None:
+    """Otherwise attention would use one core, and nothing but its speed would tell."""
+    if "OpenMP" not in torch.__config__.parallel_info():
+        pytest.skip("torch was built without OpenMP")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert available_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_thread_serves_where_torchs_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same result, on the caller's thread alone."""
+    monkeypatch.setattr(torch_threads, "_parallel_region", lambda: None)
+    monkeypatch.setattr(cpu_attention, "_LEAST_SHARED_WORK", 0)
+    assert available_threads() == 1
     scene = make_scene(RAGGED)
-    turned = scene.query.transpose(0, 1).contiguous().transpose(0, 1)
-    outputs = [attend(query, scene.keys, scene.values, scene.plan(), scale=0.125) for query in (scene.query, turned)]
-    assert torch.equal(*outputs)
-
-
-def test_small_work_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread more is woken only for its worth of work, and never more than torch may use."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    least = cpu_attention._LEAST_WORK_PER_THREAD
-    work = [0, least, 2 * least - 1, 2 * least, 100 * least]
-    assert [cpu_attention._worthwhile_threads(each) for each in work] == [1, 1, 1, 2, 4]
+    assert attend(scene.query, scene.keys, scene.values, scene.plan(), scale=0.125).isfinite().all()
 
 
 def test_supported_types() -> None:

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, cast
 
 import numba
@@ -27,10 +24,12 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils as _untyped_cgutils
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from paceline.compiled import compiled
+from paceline.compiled import c_function, compiled
+from paceline.engine.torch_threads import available_threads, run
 
 _IntArray = NDArray[np.int32]
 _FloatArray = NDArray[np.float32]
@@ -44,8 +43,10 @@ _LOG2_E = math.log2(math.e)
 
 # Cost of a token for a key-value head, in query rows: reading and transposing it costs as much as this many rows do.
 _TOKEN_COST = 4
-# Multiplications per thread, below which waking another thread takes longer than it saves.
-_LEAST_WORK_PER_THREAD = 400_000
+# Multiplications below which one thread is done before the others have begun.
+_LEAST_SHARED_WORK = 400_000
+_NUMBERS = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.uint16)}  # as numpy sees them
+_WORDS = 19  # in the description of the work for all threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,12 @@ def plan_rows(
 
 def is_supported(dtype: torch.dtype) -> bool:
     """Whether `attend` takes queries, keys and values of this type."""
-    return dtype in (torch.float32, torch.bfloat16)
+    return dtype in _NUMBERS
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Compile, or read from the disk, what `attend` needs for this type, so that no caller waits for it."""
+    _region(_NUMBERS[dtype])
 
 
 def attend(
@@ -128,31 +134,41 @@ def attend(
     # Rounded by the kernel: torch would do so with threads of its own, which wait busily for each other.
     output = torch.empty(query.shape, dtype=query.dtype)
     output_array = _as_array(output)
-    threads = _worthwhile_threads(plan.pairs * query.shape[1] * query.shape[2])
-
-    def compute(part: int) -> None:
+    work = plan.pairs * query.shape[1] * query.shape[2]
+    threads = available_threads() if work >= _LEAST_SHARED_WORK else 1
+    if threads == 1:
+        # fmt: off
         _attend_part(
+            query_array, key_array, value_array, plan.block_tables, plan.first_row, plan.row_count, plan.context_length,
+            plan.block_size, np.float32(scale), sliding_window or 0, np.float32(softcap or 0.0), output_array, 0, 1,
+        )
+        # fmt: on
+    else:
+        arrays = (
             query_array,
             key_array,
             value_array,
+            output_array,
             plan.block_tables,
             plan.first_row,
             plan.row_count,
             plan.context_length,
-            plan.block_size,
-            np.float32(scale),
-            sliding_window or 0,
-            np.float32(softcap or 0.0),
-            output_array,
-            part,
-            threads,
         )
-
-    if threads == 1:
-        compute(0)
-    else:
-        _helpers(threads - 1).run(compute, threads)
+        integers = (0, threads, plan.block_size, sliding_window or 0)
+        _attend_on_all_threads(arrays, integers, (scale, softcap or 0.0), threads)
     return output
+
+
+def _attend_on_all_threads(
+    arrays: Sequence[NDArray[Any]], integers: Sequence[int], numbers: Sequence[float], threads: int
+) -> None:
+    """`_attend_part` for all parts at once; the values go to `_claim_parts` in one array of words."""
+    query, keys = arrays[:2]
+    shapes = (*query.shape, keys.shape[0], keys.shape[1], *arrays[4].shape)
+    words = np.array([*integers, *shapes, *(array.ctypes.data for array in arrays)], np.int64)
+    floats = np.array(numbers, np.float32)
+    words_and_floats = np.array([words.ctypes.data, floats.ctypes.data], np.int64)
+    run(_region(query.dtype), words_and_floats.ctypes.data, threads)
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan) -> None:
@@ -171,59 +187,6 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan) -> None:
 def _as_array(tensor: Tensor) -> NDArray[Any]:
     """The tensor's memory; numpy has no bfloat16, whose bits stand for it."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor.detach()).numpy()
-
-
-def _worthwhile_threads(work: int) -> int:
-    return max(1, min(torch.get_num_threads(), work // _LEAST_WORK_PER_THREAD))
-
-
-# Threads. numba's own ones abort the process when two Python threads start work at the same time.
-
-
-class _Helpers:
-    """Idle threads that take parts of a caller's work; a caller never waits for one that has not begun a part.
-
-    They are daemons, as they hold nothing that an ending process would have to save.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        for index in range(count):
-            threading.Thread(target=self._serve, name=f"attention-{index}", daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            self._calls.get()()
-
-    def run(self, compute: Callable[[int], None], parts: int) -> None:
-        """Call `compute` once for each part, from several threads; returns when all are done. Raises what it raises."""
-        waiting = deque(range(parts))
-        outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
-
-        def take_parts() -> None:
-            while waiting:
-                try:
-                    part = waiting.popleft()
-                except IndexError:  # another thread was quicker
-                    return
-                try:
-                    compute(part)
-                    outcomes.put(None)
-                except BaseException as error:  # noqa: BLE001 (raised by the caller's thread, below)
-                    outcomes.put(error)
-
-        for _ in range(parts - 1):
-            self._calls.put(take_parts)
-        take_parts()
-        errors = [outcomes.get() for _ in range(parts)]
-        for error in errors:
-            if error is not None:
-                raise error
-
-
-@functools.cache
-def _helpers(count: int) -> _Helpers:
-    return _Helpers(count)
 
 
 # Vector code. Each of these emits the instructions for the types it is called with.
@@ -786,3 +749,88 @@ def _attend_part(
 
         for head in range(first_head, end_head):
             _write(output, first_row[session], head, group, rows, sums, totals, head * rows)
+
+
+# The same on all threads of a pool: each claims one part after another.
+
+
+@_intrinsic
+def _pointer_to(typing: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], _cgutils.voidptr_t)
+
+    return numba.types.voidptr(numba.types.int64), emit
+
+
+@_intrinsic
+def _claim(typing: Any, words: Any) -> Any:
+    """The first word, and raises it by one; no two threads get the same."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        code = _Emitter(context, builder, signature, arguments)
+        pointer = code.pointer(0, ir.Constant(context.get_value_type(_index), 0))
+        return builder.atomic_rmw("add", pointer, ir.Constant(pointer.type.pointee, 1), "monotonic")
+
+    return numba.types.int64(words), emit
+
+
+@_compile
+def _claim_parts(words: Any, floats: Any, query: Any, keys: Any, values: Any, output: Any) -> None:
+    """Parts of the work that `_attend_on_all_threads` describes, until all are claimed."""
+    sessions, max_blocks = words[9], words[10]
+    block_tables = carray(_pointer_to(words[15]), (sessions, max_blocks), np.int32)
+    first_row = carray(_pointer_to(words[16]), sessions, np.int32)
+    row_count = carray(_pointer_to(words[17]), sessions, np.int32)
+    context_length = carray(_pointer_to(words[18]), sessions, np.int32)
+    parts, block_size, window = words[1], words[2], words[3]
+    part = _claim(words)
+    while part < parts:
+        _attend_part(
+            query,
+            keys,
+            values,
+            block_tables,
+            first_row,
+            row_count,
+            context_length,
+            block_size,
+            floats[0],
+            window,
+            floats[1],
+            output,
+            part,
+            parts,
+        )
+        part = _claim(words)
+
+
+# Two of these, since the type of an array must be known when it is compiled.
+
+
+def _claim_parts_of_float32(data: Any) -> None:
+    addresses = carray(data, 2, np.int64)
+    words = carray(_pointer_to(addresses[0]), _WORDS, np.int64)
+    floats = carray(_pointer_to(addresses[1]), 2, np.float32)
+    query = carray(_pointer_to(words[11]), (words[4], words[5], words[6]), np.float32)
+    keys = carray(_pointer_to(words[12]), (words[7], words[8], words[6]), np.float32)
+    values = carray(_pointer_to(words[13]), (words[7], words[8], words[6]), np.float32)
+    output = carray(_pointer_to(words[14]), (words[4], words[5], words[6]), np.float32)
+    _claim_parts(words, floats, query, keys, values, output)
+
+
+def _claim_parts_of_bfloat16(data: Any) -> None:
+    addresses = carray(data, 2, np.int64)
+    words = carray(_pointer_to(addresses[0]), _WORDS, np.int64)
+    floats = carray(_pointer_to(addresses[1]), 2, np.float32)
+    query = carray(_pointer_to(words[11]), (words[4], words[5], words[6]), np.uint16)
+    keys = carray(_pointer_to(words[12]), (words[7], words[8], words[6]), np.uint16)
+    values = carray(_pointer_to(words[13]), (words[7], words[8], words[6]), np.uint16)
+    output = carray(_pointer_to(words[14]), (words[4], words[5], words[6]), np.uint16)
+    _claim_parts(words, floats, query, keys, values, output)
+
+
+@functools.cache
+def _region(number: Any) -> int:
+    """The address of the C function for queries, keys and values of that type."""
+    function = _claim_parts_of_bfloat16 if number == np.uint16 else _claim_parts_of_float32
+    return int(c_function(function).address)

@@ -197,6 +197,8 @@ class CausalModel:
 
     def warm_up(self) -> None:
         """Run a prompt, a block and a single token, so that no request pays for first use."""
+        if self._short:
+            cpu_attention.prepare(self.dtype)
         cache = self.new_cache()
         for count in (SHORT_ROWS + 1, 8, 1):
             if cache.length + count <= self.max_context:
