@@ -39,9 +39,7 @@ def prepare(settings: TargetSettings) -> ModelService[Command, TargetEvent]:
         eos_token_ids=tuple(model.eos_token_ids),
         emulated=settings.emulated_step_ms > 0,
     )
-    return assemble(
-        settings, emulated(model, step_ms=settings.emulated_step_ms), info, allocation=model.allocation
-    )
+    return assemble(settings, emulated(model, step_ms=settings.emulated_step_ms), info, allocation=model.allocation)
 
 
 def assemble(

@@ -90,6 +90,12 @@ class QueueFull(PacelineError):
         self.retry_after_s = retry_after_s
 
 
+class MemoryFull(PacelineError):
+    """There is no room for the tokens of a step; whoever plans steps makes room first."""
+
+    reason = "KV_EXHAUSTED"
+
+
 class Draining(PacelineError):
     """The replica takes no new sessions, for it is about to stop; another one will."""
 

@@ -107,8 +107,9 @@ async def compare(expected: Expected, drafter: str, runs: Sequence[tuple[int, Ce
     ],
 )
 async def test_default_model_equals_generate_through_three_processes(expected: Expected, drafter: str) -> None:
-    """Eight prompts, each through one of the eight cells."""
-    await compare(expected, drafter, list(enumerate(CELLS)), max_tokens=10)
+    """Four prompts, each with another draft length, half of them pipelined."""
+    cells = [CELLS[number] for number in (0, 3, 4, 7)]
+    await compare(expected, drafter, list(enumerate(cells)), max_tokens=10)
 
 
 @pytest.mark.slow

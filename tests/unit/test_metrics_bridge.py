@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 from structlog.testing import capture_logs
 
+from paceline.engine.step_plan import StepReport
 from paceline.metrics_bridge import MetricsBridge, MetricsSystem, bridged
 from paceline.telemetry import PoolMetrics, ServiceMetrics, SpeculationMetrics
 from paceline.v1.session_pb2 import LoadReport
@@ -119,7 +120,7 @@ def test_every_metric_of_the_services_is_copied() -> None:
     PoolMetrics(orchestrator).connected_replicas.labels("target").set(1)
     with capture_logs() as logs:
         bridge_to(system, model_service).copy()
-        assert len(system.gauges) == 8 + 3  # of the load, and of the histogram
+        assert len(system.gauges) == 10 + 3  # of the load, and of the histogram that has no labels
         bridge_to(FakeMetrics(), orchestrator).copy()
     assert logs == []
 
@@ -228,7 +229,7 @@ def test_ray_takes_every_metric(system: MetricsSystem) -> None:
     metrics = ServiceMetrics(model_service)
     metrics.follow(LoadReport)
     metrics.failed_sessions.labels(reason="DRAINING").inc()
-    metrics.step_seconds.observe(0.1)
+    metrics.observe_step(StepReport(sessions=2, tokens=5, seconds=0.1))
     SpeculationMetrics(orchestrator).requests.labels(outcome="stop").inc()
     PoolMetrics(orchestrator).migrations.labels(pool="target", reason="lost").inc()
     with capture_logs() as logs:

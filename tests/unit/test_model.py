@@ -30,8 +30,8 @@ from paceline.engine.block_pool import BlockTable
 from paceline.engine.checkpoint import load_network, resolve_checkpoint
 from paceline.engine.interface import Extension
 from paceline.engine.memory import MemoryLimits
-from paceline.engine.model import CausalModel, MemoryFull, hashed_noise
-from paceline.errors import ModelUnavailable, StartupFailed
+from paceline.engine.model import CausalModel, hashed_noise
+from paceline.errors import MemoryFull, ModelUnavailable, StartupFailed
 from tests.checkpoints import (
     FAMILIES,
     SLIDING_WINDOW,

@@ -66,7 +66,7 @@ from paceline.wire import (
 from target_service.scheduler import Command as TargetWork
 from target_service.scheduler import Judge, Scheduler
 from target_service.servicer import TargetServicer
-from target_service.verifier import TargetSession, Verifier
+from target_service.verifier import TargetSession
 from tests.fakes import FakeCache, FakeModel, fake_info, hashed_logits
 
 VOCAB_SIZE = 10
@@ -647,7 +647,7 @@ def test_no_item_breaks_the_target(items: list[target_pb.TargetCommand]) -> None
     refusals = door.serve(items)
     assert len(refusals) + len(door.submitted) == len(items)
     sessions = SessionTable[TargetSession[FakeCache]](max_sessions=1, idle_ttl_s=10.0)
-    scheduler = Scheduler(Verifier(fake_model()), sessions)
+    scheduler = Scheduler(fake_model(), sessions, max_batch_tokens=256)
     for command in door.submitted:
         events = [*scheduler.accept(command), *(scheduler.step() if scheduler.has_work() else [])]
         assert all(event.address.session_id in "ab" for event in events)

@@ -44,7 +44,7 @@ from paceline.engine.kv_memory import KVMemory, bytes_per_token
 from paceline.engine.memory import Allocation, DeviceMemory, MemoryLimits, device_memory, plan_kv, weight_bytes
 from paceline.engine.packed_linear import pack_linears
 from paceline.engine.precision import choose_dtype
-from paceline.errors import ModelUnavailable, PacelineError, StartupFailed
+from paceline.errors import MemoryFull, ModelUnavailable, StartupFailed
 
 logger = structlog.get_logger(__name__)
 
@@ -53,12 +53,6 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _USUAL_LIMITS = MemoryLimits()
 _PROBE_LENGTH = 24  # tokens
 _PROBE_TOLERANCE = 0.1  # relative; bfloat16 differs by 0.01 to 0.03, attention of another kind by 0.3 and more
-
-
-class MemoryFull(PacelineError):
-    """There is no room for the tokens of a step."""
-
-    reason = "KV_EXHAUSTED"
 
 
 class CausalModel:
