@@ -5,11 +5,13 @@ get all requests at once; only the tokens that were asked for count.
 
 - ours: the target's scheduler and model in this process, a verdict on an empty draft for each token. It packs the linear
   layers' weights when it is loaded, which transformers does not; prompts go through in chunks of its token budget.
-- padded: transformers' `generate` on batches padded to the longest prompt, each batch as long as its longest answer. Of
-  several batch sizes and orders the quickest in a trial of each is used: an advantage that no server has, which must
-  decide before it knows how long answers get.
+- padded: transformers' `generate` on batches padded to the longest prompt, each batch as long as its longest answer. An even
+  load is one batch; of halves and quarters of a ragged one, sorted by the length of the answers (`--thorough`: also of all,
+  eighths, and sorted by prompt), the quicker in a trial of each is used: an advantage that no server has, which must decide before it knows
+  how long answers get.
 - continuous: transformers' own continuous batching, kept running between repeats, its memory large enough for all
-  requests, without the prefix sharing that these prompts cannot use, with the better of two numbers of requests at a time.
+  requests, without the prefix sharing that these prompts cannot use, eight requests at a time (`--thorough`: or all, if
+  that is quicker).
 
 Prompts are random tokens, new ones in each repeat, so that no prefix cache helps anybody. The engines take turns within
 a repeat; ratios are taken within a repeat, and their median is reported. A continuous batching that is slower than half
@@ -227,10 +229,13 @@ class Batching:
         return f"{self.batch_size} by {self.by}"
 
 
-def batchings(load: Load, count: int) -> list[Batching]:
+def batchings(load: Load, count: int, *, is_thorough: bool) -> list[Batching]:
     """The ways worth a trial."""
-    sizes = sorted({max(1, count // part) for part in (1, 2, 4, 8)}, reverse=True)
     is_even = load.prompt_lengths[0] == load.prompt_lengths[1] and load.answer_lengths[0] == load.answer_lengths[1]
+    if not is_thorough:
+        parts = (1,) if is_even else (2, 4)
+        return [Batching(size, "answer") for size in sorted({max(1, count // part) for part in parts})]
+    sizes = sorted({max(1, count // part) for part in (1, 2, 4, 8)}, reverse=True)
     orders = ("answer",) if is_even else ("answer", "prompt")
     # All requests in one batch are in no order.
     return [Batching(size, by) for size, by in product(sizes, orders) if size < count or by == orders[0]]
@@ -375,6 +380,7 @@ def compare(
     padded: PaddedGenerate,
     continuous: ContinuousBatching | None,
     repeats: int,
+    is_thorough: bool,
     say: Callable[[str], None],
 ) -> Comparison:
     """Choose how the peers batch, then let the engines take turns."""
@@ -392,10 +398,11 @@ def compare(
         continuous.start(at_once)
         return speed(continuous, trial)
 
-    padded.batching = quickest(batchings(load, count), try_padded)
+    padded.batching = quickest(batchings(load, count, is_thorough=is_thorough), try_padded)
     comparison = Comparison(load.name, count, str(padded.batching))
     if continuous is not None:
-        comparison.at_once = quickest(sorted({min(count, AT_ONCE), count}), try_continuous)
+        few, most = min(count, AT_ONCE), count
+        comparison.at_once = quickest(sorted({few, most} if is_thorough else {few}), try_continuous)
         continuous.start(comparison.at_once)
     engines: dict[str, Engine] = {"ours": ours, "padded": padded}
     if continuous is not None:
@@ -705,7 +712,9 @@ class Bench:
             if engine is not None:
                 engine.answer([Request(tuple(range(length)), 2) for length in (40, 80)])
 
-    def throughput(self, loads: Sequence[Load], sessions: Sequence[int], *, repeats: int) -> list[Comparison]:
+    def throughput(
+        self, loads: Sequence[Load], sessions: Sequence[int], *, repeats: int, is_thorough: bool
+    ) -> list[Comparison]:
         found: list[Comparison] = []
         for load in loads:
             of_load = [
@@ -716,6 +725,7 @@ class Bench:
                     padded=self.padded,
                     continuous=self.continuous,
                     repeats=repeats,
+                    is_thorough=is_thorough,
                     say=self.say,
                 )
                 for count in sessions
@@ -793,6 +803,9 @@ def main(
     sessions: Annotated[str, typer.Option(help="How many at a time, comma-separated.")] = "1,4,16,32",
     load: Annotated[str, typer.Option(help="ragged, even, or both, comma-separated.")] = "ragged,even",
     repeats: Annotated[int, typer.Option(min=1, help="Of each throughput.")] = 3,
+    thorough: Annotated[
+        bool, typer.Option(help="Try more ways of batching for the peers; takes most of an hour.")
+    ] = False,
     skip: Annotated[str, typer.Option(help=f"Of {', '.join(SECTIONS)}, comma-separated.")] = "",
 ) -> None:
     """Measure, print the tables, draw `docs/engine.svg`, and keep the figures under benchmarks/results/."""
@@ -820,7 +833,9 @@ def main(
         )
         bench.warm_up()
         console.print(circumstances)
-        comparisons = [] if "throughput" in skipped else bench.throughput(loads, counts, repeats=repeats)
+        comparisons = (
+            [] if "throughput" in skipped else bench.throughput(loads, counts, repeats=repeats, is_thorough=thorough)
+        )
         if continuous is not None:
             continuous.close()
         for name, section in (("verify", bench.verify), ("overhead", bench.overhead), ("prefix", bench.prefix)):

@@ -92,7 +92,13 @@ class FakeModel:
     def step(self, batch: Sequence[Extension[FakeCache]]) -> list[Tensor]:
         self.steps += 1
         self.batches.append([len(extension.ids) for extension in batch])
-        return [self._extend(extension) for extension in batch]
+        lengths = [extension.cache.length for extension in batch]
+        try:
+            return [self._extend(extension) for extension in batch]
+        except Exception:
+            for extension, length in zip(batch, lengths, strict=True):
+                self.truncate(extension.cache, length)
+            raise
 
     def ids_of(self, cache: FakeCache) -> list[int]:
         """What the cache holds, as the model sees it."""

@@ -39,7 +39,6 @@ from paceline.v1 import target_service_pb2 as target_pb
 from paceline.v1.drafter_service_pb2_grpc import DrafterServiceStub
 from paceline.v1.target_service_pb2_grpc import TargetServiceStub
 from target_service.service import serve_target
-from target_service.verifier import Model
 from tests.checkpoints import save_tiny_checkpoint
 from tests.contract.stream_peer import (
     LIMIT_S,
@@ -84,7 +83,7 @@ def counting_model() -> FakeModel:
 
 
 def counting_target(**settings: Any) -> Serve:
-    model: Model[Any] = counting_model()
+    model = counting_model()
     info = fake_info(counting_model())
     options = TargetSettings(**({"heartbeat_s": 0.02, "drain_s": 0} | settings))
     return lambda lifetime: serve_target(lifetime, options, model, info)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.engine.block_pool import BlockTable
 from paceline.engine.interface import Extension
@@ -83,12 +83,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def network_of(family: str, changes: dict[str, Any]) -> PreTrainedModel:
+def network_of(family: str, changes: dict[str, Any]) -> Any:
     config = AutoConfig.for_model(family, **{**SHARED, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        network: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    return network.float().eval()
+        network: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32
+        )
+    return network.eval()
 
 
 def decoded_together(model: CausalModel, prompts: list[list[int]]) -> list[list[int]]:

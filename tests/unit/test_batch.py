@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,17 +34,17 @@ def test_every_token_is_fed_where_it_belongs(sessions: list[tuple[int, int, int]
     counts = [len(batch[index].ids) for index in packed.order]
     assert [count <= SHORT for count in counts] == sorted((count <= SHORT for count in counts), reverse=True)
     assert packed.short_rows == sum(count for count in counts if count <= SHORT)
-    logit_rows = packed.logit_rows.split(list(packed.logit_counts))
+    logit_rows = torch.split(packed.logit_rows, list(packed.logit_counts))
     for place, index in enumerate(packed.order):
         extension, start, count = batch[index], int(packed.first_rows[place]), int(packed.row_counts[place])
         table, length = extension.cache, extension.cache.length
-        rows = slice(start, start + count)
+        fed = slice(start, start + count)
         assert packed.context_lengths[place] == length
-        assert packed.ids[rows].tolist() == list(extension.ids)
+        assert packed.ids[fed].tolist() == list(extension.ids)
         positions = list(range(length, length + count))
-        assert packed.positions[rows].tolist() == positions
+        assert packed.positions[fed].tolist() == positions
         slots = [table.blocks[position // block_size] * block_size + position % block_size for position in positions]
-        assert packed.slots[rows].tolist() == slots
+        assert packed.slots[fed].tolist() == slots
         assert packed.block_tables[place, : len(table.blocks)].tolist() == table.blocks
         assert logit_rows[index].tolist() == list(range(start + count - extension.rows, start + count))
     assert len(set(packed.slots.tolist())) == len(packed.slots)

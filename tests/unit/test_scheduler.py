@@ -11,9 +11,7 @@ import pytest
 import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from paceline.engine.interface import Extension
 from paceline.engine.step_plan import StepReport
 from paceline.errors import (
     ContextTooLong,
@@ -53,19 +51,6 @@ class Clock:
         return self.now_s
 
 
-class RestoringModel(FakeModel):
-    """A step that raises leaves every cache as it was."""
-
-    def step(self, batch: Sequence[Extension[FakeCache]]) -> list[Tensor]:
-        lengths = [extension.cache.length for extension in batch]
-        try:
-            return super().step(batch)
-        except Exception:
-            for extension, length in zip(batch, lengths, strict=True):
-                self.truncate(extension.cache, length)
-            raise
-
-
 @dataclass
 class Service:
     """A scheduler over a fake model, with its clock and everything it has said."""
@@ -81,7 +66,7 @@ class Service:
     reports: list[StepReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = RestoringModel(
+        self.model = FakeModel(
             self.logits,
             vocab_size=VOCAB_SIZE,
             max_context=self.max_context,
