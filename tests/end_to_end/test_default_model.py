@@ -101,9 +101,9 @@ async def compare(expected: Expected, drafter: str, runs: Sequence[tuple[int, Ce
 @pytest.mark.parametrize(
     "drafter",
     [
-        pytest.param("ngram", marks=pytest.mark.slow),
+        "ngram",
         pytest.param("target as drafter", marks=pytest.mark.slow),
-        "noisy drafter",
+        pytest.param("noisy drafter", marks=pytest.mark.slow),
     ],
 )
 async def test_default_model_equals_generate_through_three_processes(expected: Expected, drafter: str) -> None:
