@@ -7,7 +7,7 @@ left of the token budget is used for prompts. Knows nothing of protobuf or strea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -114,15 +114,16 @@ class Scheduler(Generic[CacheT]):
         return len(self._jobs)
 
     def step(self) -> Sequence[TargetEvent]:
-        events = self._begin_jobs()
+        events, preemptions = self._begin_jobs(), self._planner.preemptions
         begun = {job.begun.held.state.opened: job for job in self._jobs if job.begun is not None}
         parts = self._planner.plan([job.begun.wish for job in begun.values() if job.begun is not None])
         # Room can come free without any command to tell of it: housekeeping asks again.
         self._waits_for_room = bool(self._jobs) and not parts
         if parts:
             events += self._run({part.wish.feeder.opened: part for part in parts}, begun)
-        # All of them, for a session without a draft may have given up its memory.
-        for held in self._sessions:
+        # A session without a draft may have given up its memory; else only those with one have changed.
+        changed = self._sessions if self._planner.preemptions > preemptions else _held_by(begun.values())
+        for held in changed:
             self._sessions.recount(held)
         return events
 
@@ -244,3 +245,8 @@ class Scheduler(Generic[CacheT]):
     def _release(self, orphans: Sequence[Held[TargetSession[CacheT]]]) -> None:
         for held in orphans:
             self._verifier.close(held.state)
+
+
+def _held_by(jobs: Iterable[_Job[CacheT]]) -> list[Held[TargetSession[CacheT]]]:
+    """The sessions of drafts that have begun."""
+    return [job.begun.held for job in jobs if job.begun is not None]

@@ -32,7 +32,7 @@ CacheT_co = TypeVar("CacheT_co", bound=Cache, covariant=True)
 
 
 class Feeder(Protocol[CacheT_co]):
-    """A session, as far as its memory goes. Invariant: the cache holds the first tokens of `ids`."""
+    """A session, as far as its memory goes. Invariant: the cache holds the first of its tokens."""
 
     @property
     def cache(self) -> CacheT_co: ...
