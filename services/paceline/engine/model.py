@@ -41,7 +41,16 @@ from paceline.engine.checkpoint import (
 from paceline.engine.cuda_graphs import DecodeInputs, GraphedSteps
 from paceline.engine.interface import Extension
 from paceline.engine.kv_memory import KVMemory, bytes_per_token
-from paceline.engine.memory import Allocation, DeviceMemory, MemoryLimits, device_memory, plan_kv, weight_bytes
+from paceline.engine.memory import (
+    GPU_STEP_TOKENS,
+    Allocation,
+    DeviceMemory,
+    MemoryLimits,
+    device_memory,
+    estimate_step_bytes,
+    plan_kv,
+    weight_bytes,
+)
 from paceline.engine.packed_linear import pack_linears
 from paceline.engine.precision import choose_dtype
 from paceline.errors import MemoryFull, ModelUnavailable, StartupFailed
@@ -51,6 +60,7 @@ logger = structlog.get_logger(__name__)
 UNSTATED_MAX_CONTEXT = 2**20  # for models without positions, which state no limit
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _USUAL_LIMITS = MemoryLimits()
+_USUAL_ROWS = 8  # of logits, that a session wants in one step
 _PROBE_LENGTH = 24  # tokens
 _PROBE_TOLERANCE = 0.1  # relative; bfloat16 differs by 0.01 to 0.03, attention of another kind by 0.3 and more
 
@@ -100,6 +110,7 @@ class CausalModel:
             bytes_per_token=bytes_per_token(recorder.shapes, self.dtype),
             weight_bytes=weights,
             model_context=model_context,
+            step_bytes=self._step_bytes(config, limits) if self._device.type == "cuda" else 0,
         )
         self.allocation = Allocation(plan, weights, self._device.type)
         self.max_context = plan.max_context
@@ -341,6 +352,18 @@ class CausalModel:
             for got in (rows[1], torch.cat((rows[0], rows[2])))
         ]
         return max(math.inf if each.isnan().any() else float(each.median()) for each in errors)
+
+    def _step_bytes(self, config: PreTrainedConfig, limits: MemoryLimits) -> int:
+        """About what the largest step takes on a GPU: a whole budget of tokens, and a draft of every session."""
+        hidden_size = int(config.hidden_size)
+        return estimate_step_bytes(
+            tokens=GPU_STEP_TOKENS,
+            logit_rows=min(GPU_STEP_TOKENS, limits.max_sessions * _USUAL_ROWS),
+            hidden_size=hidden_size,
+            intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden_size),
+            vocab_size=self.vocab_size,
+            itemsize=self.dtype.itemsize,
+        )
 
     def _unsupported(self, why: str) -> ModelUnavailable:
         return ModelUnavailable(
