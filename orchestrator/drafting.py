@@ -7,11 +7,11 @@ speed alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 from orchestrator.loop import OfferedDraft
 from orchestrator.stall import StallMeter
-from paceline.lookup.ngram import NgramIndex
 from paceline.prefix import TokenPrefix
 from paceline.types import Draft
 
@@ -44,10 +44,20 @@ class Remote(Protocol):
         """False: no drafter could serve this session, so that none is missing."""
 
 
+class Lookup(Protocol):
+    """Drafts by lookup in one session's committed tokens (`ngram.NgramIndex`, `suffix.SuffixIndex`)."""
+
+    def __len__(self) -> int: ...
+
+    def extend(self, ids: Sequence[int], /) -> None: ...
+
+    def propose(self, tail: Sequence[int], max_tokens: int, /) -> tuple[int, ...]: ...
+
+
 class DraftsWithFallback:
     """The drafter service, with prompt lookup for the rounds in which it does not answer (`loop.DraftSource`)."""
 
-    def __init__(self, remote: Remote, lookup: NgramIndex | None, *, stall: StallMeter | None = None) -> None:
+    def __init__(self, remote: Remote, lookup: Lookup | None, *, stall: StallMeter | None = None) -> None:
         self._remote, self._lookup = remote, lookup
         self._clock = _RoundClock(stall) if stall is not None else None
 

@@ -15,6 +15,7 @@ from paceline.types import (
     MAX_DRAFT_LENGTH,
     MAX_LOGPROBS,
     MAX_SEED,
+    MAX_TENANT_LENGTH,
     FinishReason,
     ModelInfo,
     Origin,
@@ -87,6 +88,7 @@ class GenerationRequest:
         None  # 0 to 20: with raw log-probabilities, and of so many most probable tokens too; None: without
     )
     n: int = 1  # answers to the same prompt, side by side, each with its own seed
+    tenant: str = ""  # drafts may come from what the same tenant was answered before, never from another's answers
 
     def __post_init__(self) -> None:
         given = [prompt for prompt in (self.text, self.token_ids, self.messages) if prompt is not None]
@@ -104,6 +106,7 @@ class GenerationRequest:
         _require_range("output_ids", self.output_ids)
         _require_range("logprobs", _present(self.logprobs), highest=MAX_LOGPROBS)
         _require_range("n", [self.n], lowest=1, highest=MAX_CHOICES)
+        _require_tenant(self.tenant)
         if self.output_ids and self.n > 1:
             raise InvalidRequest(
                 "n must be 1 where output_ids resume an answer; resume each choice by itself, with its own seed.",
@@ -156,6 +159,14 @@ def _require_text(parameter: str, text: str) -> None:
         raise InvalidRequest(
             f"{parameter} must be valid Unicode text, without unpaired surrogates.", parameter=parameter
         ) from error
+
+
+def _require_tenant(tenant: str) -> None:
+    _require_text("tenant", tenant)
+    if len(tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequest(
+            f"tenant must have at most {MAX_TENANT_LENGTH} characters, not {len(tenant)}.", parameter="tenant"
+        )
 
 
 def _require_role(role: str) -> None:

@@ -80,6 +80,7 @@ def request_to_proto(request: GenerationRequest) -> generation_pb.GenerateReques
         output_ids=request.output_ids,
         logprobs=request.logprobs,
         n=request.n if request.n > 1 else None,
+        tenant=request.tenant,
     )
     if request.text is not None:
         message.text = request.text
@@ -113,6 +114,7 @@ def request_from_proto(message: generation_pb.GenerateRequest) -> GenerationRequ
         output_ids=tuple(message.output_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         n=message.n if message.HasField("n") else 1,
+        tenant=message.tenant,
     )
 
 

@@ -26,6 +26,7 @@ MAX_DRAFT_LENGTH = 64  # tokens of one draft
 MAX_VOCAB_SIZE = 2**22  # tokens; far beyond any model, and few enough to pad a row to
 MAX_CREDIT = 2 * MAX_DRAFT_LENGTH + 1  # tokens drafted beyond the committed ones
 MAX_LOGPROBS = 20  # most probable tokens that are reported beside one token
+MAX_TENANT_LENGTH = 256  # characters
 
 
 class VerificationRule(StrEnum):
@@ -151,6 +152,7 @@ class SessionSpec:
     rule: VerificationRule
     vocab_size: int  # of the target: no id at or above it may be drafted
     logprobs: int | None = None  # how many most probable tokens to report beside each token; None: no log-probabilities
+    tenant: str = ""  # a drafter never lets one tenant's answers serve another's session
 
     @property
     def effective_rule(self) -> VerificationRule:
@@ -278,6 +280,7 @@ class ModelInfo:
     dtype: str = ""
     eos_token_ids: tuple[int, ...] = ()
     emulated: bool = False  # its steps are held to a set time (`engine.emulation`): no speed seen is a measurement
+    expected_acceptance: tuple[tuple[float, float], ...] = ()  # drafters only: (temperature, acceptance) in training
 
     @property
     def has_model(self) -> bool:
@@ -291,6 +294,8 @@ class SpeculationStats:
     rounds: int = 0
     plain_rounds: int = 0  # rounds without a draft
     fallback_rounds: int = 0  # rounds whose draft came from the orchestrator's own lookup
+    fallback_accepted_tokens: int = 0  # in those
+    fallback_rejections: int = 0  # of those, the ones ended by a rejection
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -300,8 +305,9 @@ class SpeculationStats:
     target_busy_s: float = 0.0
     draft_wait_s: float = 0.0
 
-    def record_round(self, draft_length: int, kept_length: int) -> None:
+    def record_round(self, draft_length: int, kept_length: int, *, is_fallback: bool = False) -> None:
         self.rounds += 1
+        self.fallback_rounds += is_fallback
         if draft_length == 0:
             self.plain_rounds += 1
             return
@@ -309,6 +315,9 @@ class SpeculationStats:
         self.num_draft_tokens += draft_length
         self.num_accepted_tokens += kept_length
         self.num_rejections += kept_length < draft_length
+        if is_fallback:
+            self.fallback_accepted_tokens += kept_length
+            self.fallback_rejections += kept_length < draft_length
         missing = draft_length - len(self.drafted_per_position)
         self.drafted_per_position += [0] * missing
         self.accepted_per_position += [0] * missing

@@ -23,6 +23,7 @@ from paceline.errors import (
 from paceline.types import (
     MAX_CREDIT,
     MAX_LOGPROBS,
+    MAX_TENANT_LENGTH,
     MAX_VOCAB_SIZE,
     Draft,
     ModelInfo,
@@ -123,6 +124,7 @@ def open_to_proto(spec: SessionSpec, committed_ids: Iterable[int]) -> session_pb
         rule=RULE_TO_PROTO[spec.rule],
         vocab_size=spec.vocab_size,
         logprobs=spec.logprobs,
+        tenant=spec.tenant,
     )
 
 
@@ -147,6 +149,8 @@ def open_from_proto(
         )
     if message.logprobs > MAX_LOGPROBS:
         raise PayloadInvalid(f"A session reports at most {MAX_LOGPROBS} most probable tokens, not {message.logprobs}.")
+    if len(message.tenant) > MAX_TENANT_LENGTH:
+        raise PayloadInvalid(f"A tenant's name has at most {MAX_TENANT_LENGTH} characters, not {len(message.tenant)}.")
     try:
         sampling = sampling_from_proto(message.sampling)
         sampling.check_vocabulary(message.vocab_size)
@@ -162,6 +166,7 @@ def open_from_proto(
         rule=RULE_FROM_PROTO[message.rule],
         vocab_size=message.vocab_size,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        tenant=message.tenant,
     )
     return spec, check_ids(message.committed_ids, vocab_size=vocab_size, what="The committed tokens")
 
@@ -187,6 +192,10 @@ def info_to_proto(info: ModelInfo) -> session_pb.ModelInfo:
         dtype=info.dtype,
         eos_token_ids=info.eos_token_ids,
         emulated=info.emulated,
+        expected_acceptance=[
+            session_pb.ExpectedAcceptance(temperature=temperature, acceptance=acceptance)
+            for temperature, acceptance in info.expected_acceptance
+        ],
     )
 
 
@@ -201,6 +210,7 @@ def info_from_proto(message: session_pb.ModelInfo) -> ModelInfo:
         dtype=message.dtype,
         eos_token_ids=tuple(message.eos_token_ids),
         emulated=message.emulated,
+        expected_acceptance=tuple((entry.temperature, entry.acceptance) for entry in message.expected_acceptance),
     )
 
 

@@ -268,6 +268,7 @@ async def test_every_field_reaches_the_server(client: GenerationClient, service:
         seed=0,
         output_ids=(100, 101),
         logprobs=0,
+        tenant="acme",
     )
     await client.complete(request)
     assert service.requests == [
@@ -299,6 +300,7 @@ async def test_every_field_reaches_the_server(client: GenerationClient, service:
             seed=0,
             output_ids=[100, 101],
             logprobs=0,
+            tenant="acme",
         )
     ]
 
@@ -327,6 +329,7 @@ async def test_what_is_left_out_is_absent(client: GenerationClient, service: Fak
     assert not sent.output_ids
     assert not sent.HasField("logprobs")
     assert not sent.HasField("n")
+    assert not sent.tenant
     assert sent.speculation.rule == session_pb.VERIFICATION_RULE_UNSPECIFIED
     assert sent.speculation.schedule == pb.SCHEDULE_UNSPECIFIED
 
@@ -370,6 +373,8 @@ def test_empty_prompt_is_still_a_prompt(kind: str, prompt: dict[str, object]) ->
         ("n", {"text": "a", "n": 0}),
         ("n", {"text": "a", "n": 17}),
         ("n", {"text": "a", "n": 2, "seed": 1, "output_ids": (1,)}),
+        ("tenant", {"text": "a", "tenant": "x" * 257}),
+        ("tenant", {"text": "a", "tenant": "\ud800"}),
     ],
 )
 def test_what_the_protocol_cannot_carry_is_refused_by_name(parameter: str, fields: dict[str, object]) -> None:

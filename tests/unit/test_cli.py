@@ -127,7 +127,7 @@ def test_every_option_reaches_the_request(endpoint: str, service: FakeGeneration
         "--min-p", "0.05", "--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3",
         "--seed", "0", "--max-tokens", "11", "--min-tokens", "2", "--stop", "END", "--stop", "\n", "--ignore-eos",
         "--rule", "rejection", "--schedule", "sequential", "--draft-length", "0", "--timeout", "30",
-        "--n", "2", "--logprobs", "0",
+        "--n", "2", "--logprobs", "0", "--tenant", "acme",
     )  # fmt: skip
     assert service.requests == [
         pb.GenerateRequest(
@@ -149,6 +149,7 @@ def test_every_option_reaches_the_request(endpoint: str, service: FakeGeneration
             seed=0,
             n=2,
             logprobs=0,
+            tenant="acme",
         )
     ]
     assert 0 < service.deadlines_s[0] <= 31
@@ -412,6 +413,7 @@ def test_no_prompts_are_no_output(endpoint: str, tmp_path: Path) -> None:
         ({"prompt": "a", "zzz": 2}, "has the unknown field zzz; the fields are prompt, messages, token_ids"),
         ({"prompt": "a", "n": 17}, "n must lie in [1, 16], not 17"),
         ({"prompt": "a", "logprobs": 21}, "logprobs must lie in [0, 20], not 21"),
+        ({"prompt": "a", "tenant": "x" * 257}, "tenant must have at most 256 characters, not 257"),
         (
             {"messages": [{"role": "user", "contents": "a"}]},
             "unknown field messages[0].contents; did you mean content?",
@@ -777,6 +779,7 @@ def test_help_names_every_command_and_option() -> None:
             "--min-p",
             "--n",
             "--logprobs",
+            "--tenant",
         ],
         "up": ["--port", "--target", "--drafter", "--schedule", "--rule", "--draft-length", "--dtype", "--logit-noise"],
         "demo": ["--target", "--drafter", "--draft-length", "--max-tokens", "--ray"],

@@ -175,6 +175,15 @@ def test_counts_and_formulas_of_speculation() -> None:
     assert stats.mean_acceptance_length == 1 + 6 / 4
 
 
+def test_rounds_drafted_by_lookup_are_counted_apart_too() -> None:
+    """What is left of the totals is the drafter's own: here 3 of 4 tokens, then a whole draft of 2."""
+    stats = SpeculationStats()
+    for draft_length, kept_length, is_fallback in ((4, 3, False), (4, 1, True), (2, 2, True), (2, 2, False)):
+        stats.record_round(draft_length, kept_length, is_fallback=is_fallback)
+    assert (stats.num_drafts, stats.num_accepted_tokens, stats.num_rejections) == (4, 8, 2)
+    assert (stats.fallback_rounds, stats.fallback_accepted_tokens, stats.fallback_rejections) == (2, 3, 1)
+
+
 def test_counts_of_an_answer_without_drafts_are_numbers() -> None:
     """Nothing is divided by zero."""
     stats = SpeculationStats()

@@ -33,6 +33,7 @@ from paceline.types import (
     MAX_CREDIT,
     MAX_LOGPROBS,
     MAX_SEED,
+    MAX_TENANT_LENGTH,
     Draft,
     ModelInfo,
     Proposal,
@@ -126,6 +127,7 @@ def test_absent_sampling_parameters_are_off() -> None:
     seed=st.sampled_from([0, 1, MAX_SEED]) | st.integers(0, MAX_SEED),
     rule=rules,
     logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+    tenant=st.text(max_size=MAX_TENANT_LENGTH),
 )
 def test_an_opening_arrives_unchanged(
     *,
@@ -135,6 +137,7 @@ def test_an_opening_arrives_unchanged(
     seed: int,
     rule: VerificationRule,
     logprobs: int | None,
+    tenant: str,
 ) -> None:
     """100 drawn sessions: seed 0 and the highest one are seeds like any other, and 0 log-probabilities are not none."""
     if rule is VerificationRule.GREEDY:
@@ -147,6 +150,7 @@ def test_an_opening_arrives_unchanged(
         rule=rule,
         vocab_size=VOCAB_SIZE,
         logprobs=logprobs,
+        tenant=tenant,
     )
     data = open_to_proto(spec, committed_ids).SerializeToString()
     message = session_pb.OpenSession.FromString(data)
@@ -215,6 +219,8 @@ def test_model_info_arrives_unchanged() -> None:
         method="ngram",
         dtype="float32",
         eos_token_ids=(0, 5),
+        emulated=True,
+        expected_acceptance=((0.0, 0.71), (0.7, 0.5)),
     )
     assert info_from_proto(session_pb.ModelInfo.FromString(info_to_proto(info).SerializeToString())) == info
 
@@ -273,6 +279,7 @@ BAD_OPENINGS = {
     "top_p 0": opening(sampling={"top_p": 0.0}),
     "an empty list of allowed tokens": opening(sampling={"allowed_token_ids": {}}),
     "more log-probabilities than there may be": opening(logprobs=MAX_LOGPROBS + 1),
+    "a tenant's name that is too long": opening(tenant="x" * (MAX_TENANT_LENGTH + 1)),
     "every token banned": opening(sampling={"banned_token_ids": list(range(VOCAB_SIZE))}),
 } | {
     f"{what} {outside}": message

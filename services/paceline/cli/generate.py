@@ -39,6 +39,7 @@ def generate(
     schedule: options.ScheduleOption = None,
     rule: options.Rule = None,
     draft_length: options.DraftLength = None,
+    tenant: options.Tenant = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
@@ -84,6 +85,7 @@ def generate(
         rule=rule,
         schedule=schedule,
         draft_length=draft_length,
+        tenant=tenant,
     )
     stack_settings = LocalStackSettings(
         target=target,

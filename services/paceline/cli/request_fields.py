@@ -74,6 +74,7 @@ class RequestFields(BaseModel):
     seed: int | None = None
     n: int | None = None
     logprobs: int | None = None
+    tenant: str | None = None
 
     @classmethod
     def of(cls, **values: object) -> Self:
@@ -125,7 +126,7 @@ class RequestFields(BaseModel):
             ),
             seed=self.seed,
             logprobs=self.logprobs,
-            **self._given("n"),
+            **self._given("n", "tenant"),
         )
 
     def _messages(self) -> tuple[ChatMessage, ...] | None:

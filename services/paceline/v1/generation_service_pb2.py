@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import session_pb2 as paceline_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$paceline/v1/generation_service.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/session.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\"r\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"\x96\x01\n\x12SpeculationOptions\x12+\n\x04rule\x18\x01 \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x19\n\x0c\x64raft_length\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x08schedule\x18\x03 \x01(\x0e\x32\x15.paceline.v1.ScheduleB\x0f\n\r_draft_length\"\x80\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.paceline.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x08stopping\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.StopConditions\x12\x34\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1f.paceline.v1.SpeculationOptions\x12\x11\n\x04seed\x18\x07 \x01(\x06H\x01\x88\x01\x01\x12\x12\n\noutput_ids\x18\x08 \x03(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x03\x88\x01\x01\x42\x08\n\x06promptB\x07\n\x05_seedB\x0b\n\t_logprobsB\x04\n\x02_n\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.paceline.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.paceline.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\r\n\x05seeds\x18\x04 \x03(\x06\"\xa1\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x07origins\x18\x03 \x03(\x0e\x32\x18.paceline.v1.TokenOrigin\x12\x0e\n\x06pieces\x18\x04 \x03(\t\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x12\n\ntop_pieces\x18\x04 \x03(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xd0\x03\n\x10SpeculationUsage\x12\x12\n\nnum_drafts\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x04 \x03(\r\x12 \n\x18num_draft_tokens_per_pos\x18\x05 \x03(\r\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x06 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x07 \x01(\x01\x12\x1c\n\x14per_token_acceptance\x18\x08 \x01(\x01\x12\x0e\n\x06rounds\x18\t \x01(\r\x12\x14\n\x0cplain_rounds\x18\n \x01(\r\x12\x17\n\x0f\x66\x61llback_rounds\x18\x0b \x01(\r\x12\x15\n\rtarget_busy_s\x18\x0c \x01(\x01\x12\x14\n\x0c\x64raft_wait_s\x18\r \x01(\x01\x12\x11\n\telapsed_s\x18\x0e \x01(\x01\x12+\n\x04rule\x18\x0f \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\'\n\x08schedule\x18\x10 \x01(\x0e\x32\x15.paceline.v1.Schedule\"\xc9\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x32\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1d.paceline.v1.SpeculationUsage\x12\x16\n\x0eresumed_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\"\x16\n\x14GetServerInfoRequest\"\x9e\x01\n\x15GetServerInfoResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\x12\'\n\x07\x64rafter\x18\x02 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\x12\x34\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1f.paceline.v1.SpeculationOptions\"\x16\n\x14GetPoolStatusRequest\"v\n\x15GetPoolStatusResponse\x12&\n\x05pools\x18\x01 \x03(\x0b\x32\x17.paceline.v1.PoolStatus\x12\x35\n\x0corchestrator\x18\x02 \x01(\x0b\x32\x1f.paceline.v1.OrchestratorStatus\"|\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x10\x64\x65sired_replicas\x18\x02 \x01(\rH\x00\x88\x01\x01\x12,\n\x08replicas\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.ReplicaStatusB\x13\n\x11_desired_replicas\"\xa0\x02\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\r\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x16\n\x0ekv_used_tokens\x18\x08 \x01(\x04\x12\x1a\n\x12kv_capacity_tokens\x18\t \x01(\x04\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bis_draining\x18\x0b \x01(\x08\x12\x14\n\x0cis_connected\x18\x0c \x01(\x08\x42\x12\n\x10_acceptance_rate\"\x97\x01\n\x12OrchestratorStatus\x12\x17\n\x0frunning_answers\x18\x01 \x01(\r\x12\x13\n\x0bmax_answers\x18\x02 \x01(\r\x12\x1b\n\x0estall_fraction\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12\x0f\n\x07node_id\x18\x05 \x01(\tB\x11\n\x0f_stall_fraction*i\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSCHEDULE_PLAIN\x10\x01\x12\x17\n\x13SCHEDULE_SEQUENTIAL\x10\x02\x12\x16\n\x12SCHEDULE_PIPELINED\x10\x03*\x90\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x8e\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12V\n\rGetServerInfo\x12!.paceline.v1.GetServerInfoRequest\x1a\".paceline.v1.GetServerInfoResponse\x12V\n\rGetPoolStatus\x12!.paceline.v1.GetPoolStatusRequest\x1a\".paceline.v1.GetPoolStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$paceline/v1/generation_service.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/session.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\"r\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"\x96\x01\n\x12SpeculationOptions\x12+\n\x04rule\x18\x01 \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x19\n\x0c\x64raft_length\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x08schedule\x18\x03 \x01(\x0e\x32\x15.paceline.v1.ScheduleB\x0f\n\r_draft_length\"\x90\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.paceline.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x08stopping\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.StopConditions\x12\x34\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1f.paceline.v1.SpeculationOptions\x12\x11\n\x04seed\x18\x07 \x01(\x06H\x01\x88\x01\x01\x12\x12\n\noutput_ids\x18\x08 \x03(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x03\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\tB\x08\n\x06promptB\x07\n\x05_seedB\x0b\n\t_logprobsB\x04\n\x02_n\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.paceline.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.paceline.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\r\n\x05seeds\x18\x04 \x03(\x06\"\xa1\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x07origins\x18\x03 \x03(\x0e\x32\x18.paceline.v1.TokenOrigin\x12\x0e\n\x06pieces\x18\x04 \x03(\t\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x12\n\ntop_pieces\x18\x04 \x03(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xd0\x03\n\x10SpeculationUsage\x12\x12\n\nnum_drafts\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x04 \x03(\r\x12 \n\x18num_draft_tokens_per_pos\x18\x05 \x03(\r\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x06 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x07 \x01(\x01\x12\x1c\n\x14per_token_acceptance\x18\x08 \x01(\x01\x12\x0e\n\x06rounds\x18\t \x01(\r\x12\x14\n\x0cplain_rounds\x18\n \x01(\r\x12\x17\n\x0f\x66\x61llback_rounds\x18\x0b \x01(\r\x12\x15\n\rtarget_busy_s\x18\x0c \x01(\x01\x12\x14\n\x0c\x64raft_wait_s\x18\r \x01(\x01\x12\x11\n\telapsed_s\x18\x0e \x01(\x01\x12+\n\x04rule\x18\x0f \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\'\n\x08schedule\x18\x10 \x01(\x0e\x32\x15.paceline.v1.Schedule\"\xc9\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x32\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1d.paceline.v1.SpeculationUsage\x12\x16\n\x0eresumed_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\"\x16\n\x14GetServerInfoRequest\"\x9e\x01\n\x15GetServerInfoResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\x12\'\n\x07\x64rafter\x18\x02 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\x12\x34\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1f.paceline.v1.SpeculationOptions\"\x16\n\x14GetPoolStatusRequest\"v\n\x15GetPoolStatusResponse\x12&\n\x05pools\x18\x01 \x03(\x0b\x32\x17.paceline.v1.PoolStatus\x12\x35\n\x0corchestrator\x18\x02 \x01(\x0b\x32\x1f.paceline.v1.OrchestratorStatus\"|\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x10\x64\x65sired_replicas\x18\x02 \x01(\rH\x00\x88\x01\x01\x12,\n\x08replicas\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.ReplicaStatusB\x13\n\x11_desired_replicas\"\xa0\x02\n\rReplicaStatus\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\r\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x16\n\x0ekv_used_tokens\x18\x08 \x01(\x04\x12\x1a\n\x12kv_capacity_tokens\x18\t \x01(\x04\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bis_draining\x18\x0b \x01(\x08\x12\x14\n\x0cis_connected\x18\x0c \x01(\x08\x42\x12\n\x10_acceptance_rate\"\x97\x01\n\x12OrchestratorStatus\x12\x17\n\x0frunning_answers\x18\x01 \x01(\r\x12\x13\n\x0bmax_answers\x18\x02 \x01(\r\x12\x1b\n\x0estall_fraction\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12\x0f\n\x07node_id\x18\x05 \x01(\tB\x11\n\x0f_stall_fraction*i\n\x08Schedule\x12\x18\n\x14SCHEDULE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSCHEDULE_PLAIN\x10\x01\x12\x17\n\x13SCHEDULE_SEQUENTIAL\x10\x02\x12\x16\n\x12SCHEDULE_PIPELINED\x10\x03*\x90\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x8e\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12V\n\rGetServerInfo\x12!.paceline.v1.GetServerInfoRequest\x1a\".paceline.v1.GetServerInfoResponse\x12V\n\rGetPoolStatus\x12!.paceline.v1.GetPoolStatusRequest\x1a\".paceline.v1.GetPoolStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCHEDULE']._serialized_start=2963
-  _globals['_SCHEDULE']._serialized_end=3068
-  _globals['_TOKENORIGIN']._serialized_start=3071
-  _globals['_TOKENORIGIN']._serialized_end=3215
-  _globals['_FINISHREASON']._serialized_start=3217
-  _globals['_FINISHREASON']._serialized_end=3312
+  _globals['_SCHEDULE']._serialized_start=2979
+  _globals['_SCHEDULE']._serialized_end=3084
+  _globals['_TOKENORIGIN']._serialized_start=3087
+  _globals['_TOKENORIGIN']._serialized_end=3231
+  _globals['_FINISHREASON']._serialized_start=3233
+  _globals['_FINISHREASON']._serialized_end=3328
   _globals['_CHATMESSAGE']._serialized_start=80
   _globals['_CHATMESSAGE']._serialized_end=124
   _globals['_CHATMESSAGES']._serialized_start=126
@@ -47,35 +47,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATIONOPTIONS']._serialized_start=303
   _globals['_SPECULATIONOPTIONS']._serialized_end=453
   _globals['_GENERATEREQUEST']._serialized_start=456
-  _globals['_GENERATEREQUEST']._serialized_end=840
-  _globals['_GENERATERESPONSE']._serialized_start=843
-  _globals['_GENERATERESPONSE']._serialized_end=991
-  _globals['_STARTED']._serialized_start=993
-  _globals['_STARTED']._serialized_end=1074
-  _globals['_DELTA']._serialized_start=1077
-  _globals['_DELTA']._serialized_end=1238
-  _globals['_TOKENLOGPROBS']._serialized_start=1240
-  _globals['_TOKENLOGPROBS']._serialized_end=1331
-  _globals['_USAGE']._serialized_start=1333
-  _globals['_USAGE']._serialized_end=1390
-  _globals['_SPECULATIONUSAGE']._serialized_start=1393
-  _globals['_SPECULATIONUSAGE']._serialized_end=1857
-  _globals['_FINISHED']._serialized_start=1860
-  _globals['_FINISHED']._serialized_end=2061
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2063
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2085
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2088
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2246
-  _globals['_GETPOOLSTATUSREQUEST']._serialized_start=2248
-  _globals['_GETPOOLSTATUSREQUEST']._serialized_end=2270
-  _globals['_GETPOOLSTATUSRESPONSE']._serialized_start=2272
-  _globals['_GETPOOLSTATUSRESPONSE']._serialized_end=2390
-  _globals['_POOLSTATUS']._serialized_start=2392
-  _globals['_POOLSTATUS']._serialized_end=2516
-  _globals['_REPLICASTATUS']._serialized_start=2519
-  _globals['_REPLICASTATUS']._serialized_end=2807
-  _globals['_ORCHESTRATORSTATUS']._serialized_start=2810
-  _globals['_ORCHESTRATORSTATUS']._serialized_end=2961
-  _globals['_GENERATIONSERVICE']._serialized_start=3315
-  _globals['_GENERATIONSERVICE']._serialized_end=3585
+  _globals['_GENERATEREQUEST']._serialized_end=856
+  _globals['_GENERATERESPONSE']._serialized_start=859
+  _globals['_GENERATERESPONSE']._serialized_end=1007
+  _globals['_STARTED']._serialized_start=1009
+  _globals['_STARTED']._serialized_end=1090
+  _globals['_DELTA']._serialized_start=1093
+  _globals['_DELTA']._serialized_end=1254
+  _globals['_TOKENLOGPROBS']._serialized_start=1256
+  _globals['_TOKENLOGPROBS']._serialized_end=1347
+  _globals['_USAGE']._serialized_start=1349
+  _globals['_USAGE']._serialized_end=1406
+  _globals['_SPECULATIONUSAGE']._serialized_start=1409
+  _globals['_SPECULATIONUSAGE']._serialized_end=1873
+  _globals['_FINISHED']._serialized_start=1876
+  _globals['_FINISHED']._serialized_end=2077
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2079
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2101
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2104
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2262
+  _globals['_GETPOOLSTATUSREQUEST']._serialized_start=2264
+  _globals['_GETPOOLSTATUSREQUEST']._serialized_end=2286
+  _globals['_GETPOOLSTATUSRESPONSE']._serialized_start=2288
+  _globals['_GETPOOLSTATUSRESPONSE']._serialized_end=2406
+  _globals['_POOLSTATUS']._serialized_start=2408
+  _globals['_POOLSTATUS']._serialized_end=2532
+  _globals['_REPLICASTATUS']._serialized_start=2535
+  _globals['_REPLICASTATUS']._serialized_end=2823
+  _globals['_ORCHESTRATORSTATUS']._serialized_start=2826
+  _globals['_ORCHESTRATORSTATUS']._serialized_end=2977
+  _globals['_GENERATIONSERVICE']._serialized_start=3331
+  _globals['_GENERATIONSERVICE']._serialized_end=3601
 # @@protoc_insertion_point(module_scope)

@@ -78,7 +78,7 @@ class SpeculationOptions(_message.Message):
     def __init__(self, rule: _Optional[_Union[_session_pb2.VerificationRule, str]] = ..., draft_length: _Optional[int] = ..., schedule: _Optional[_Union[Schedule, str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "stopping", "speculation", "seed", "output_ids", "logprobs", "n")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "stopping", "speculation", "seed", "output_ids", "logprobs", "n", "tenant")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class GenerateRequest(_message.Message):
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _session_pb2.TokenIds
     chat: ChatMessages
@@ -99,7 +100,8 @@ class GenerateRequest(_message.Message):
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: int
     n: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_session_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., seed: _Optional[int] = ..., output_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_session_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., seed: _Optional[int] = ..., output_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/session.proto\x12\x0bpaceline.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x87\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12*\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x16.paceline.v1.LogitBias\x12\x18\n\x10\x62\x61nned_token_ids\x18\t \x03(\r\x12\x30\n\x11\x61llowed_token_ids\x18\n \x01(\x0b\x32\x15.paceline.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\"\xdd\x01\n\x0bOpenSession\x12\x15\n\rcommitted_ids\x18\x01 \x03(\r\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12+\n\x04rule\x18\x05 \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\x0e\n\x0c\x43loseSession\"0\n\rSessionFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa2\x02\n\nLoadReport\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x13\n\x0bstale_items\x18\x04 \x01(\x04\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\r\x12\x16\n\x0ekv_used_tokens\x18\x06 \x01(\x04\x12\x1a\n\x12kv_capacity_tokens\x18\x07 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x08 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\x04\x12\x17\n\x0fstep_busy_share\x18\n \x01(\x01\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x1c\n\x14prefix_reused_tokens\x18\x0c \x01(\x04\"\xbd\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06method\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x10\n\x08\x65mulated\x18\t \x01(\x08*\x93\x01\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1c\n\x18VERIFICATION_RULE_GREEDY\x10\x01\x12\x1f\n\x1bVERIFICATION_RULE_REJECTION\x10\x02\x12\x1d\n\x19VERIFICATION_RULE_COUPLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/session.proto\x12\x0bpaceline.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x87\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12*\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x16.paceline.v1.LogitBias\x12\x18\n\x10\x62\x61nned_token_ids\x18\t \x03(\r\x12\x30\n\x11\x61llowed_token_ids\x18\n \x01(\x0b\x32\x15.paceline.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\"\xed\x01\n\x0bOpenSession\x12\x15\n\rcommitted_ids\x18\x01 \x03(\r\x12\x15\n\rprompt_length\x18\x02 \x01(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12+\n\x04rule\x18\x05 \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x08 \x01(\tB\x0b\n\t_logprobs\"\x0e\n\x0c\x43loseSession\"0\n\rSessionFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa2\x02\n\nLoadReport\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x13\n\x0bstale_items\x18\x04 \x01(\x04\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\r\x12\x16\n\x0ekv_used_tokens\x18\x06 \x01(\x04\x12\x1a\n\x12kv_capacity_tokens\x18\x07 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x08 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\x04\x12\x17\n\x0fstep_busy_share\x18\n \x01(\x01\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x1c\n\x14prefix_reused_tokens\x18\x0c \x01(\x04\"\xfb\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0e\n\x06method\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x10\n\x08\x65mulated\x18\t \x01(\x08\x12<\n\x13\x65xpected_acceptance\x18\n \x03(\x0b\x32\x1f.paceline.v1.ExpectedAcceptance\"=\n\x12\x45xpectedAcceptance\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\nacceptance\x18\x02 \x01(\x01*\x93\x01\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1c\n\x18VERIFICATION_RULE_GREEDY\x10\x01\x12\x1f\n\x1bVERIFICATION_RULE_REJECTION\x10\x02\x12\x1d\n\x19VERIFICATION_RULE_COUPLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFICATIONRULE']._serialized_start=1282
-  _globals['_VERIFICATIONRULE']._serialized_end=1429
+  _globals['_VERIFICATIONRULE']._serialized_start=1423
+  _globals['_VERIFICATIONRULE']._serialized_end=1570
   _globals['_LOGITBIAS']._serialized_start=42
   _globals['_LOGITBIAS']._serialized_end=85
   _globals['_TOKENIDS']._serialized_start=87
@@ -40,13 +40,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=113
   _globals['_SAMPLINGPARAMS']._serialized_end=504
   _globals['_OPENSESSION']._serialized_start=507
-  _globals['_OPENSESSION']._serialized_end=728
-  _globals['_CLOSESESSION']._serialized_start=730
-  _globals['_CLOSESESSION']._serialized_end=744
-  _globals['_SESSIONFAILED']._serialized_start=746
-  _globals['_SESSIONFAILED']._serialized_end=794
-  _globals['_LOADREPORT']._serialized_start=797
-  _globals['_LOADREPORT']._serialized_end=1087
-  _globals['_MODELINFO']._serialized_start=1090
-  _globals['_MODELINFO']._serialized_end=1279
+  _globals['_OPENSESSION']._serialized_end=744
+  _globals['_CLOSESESSION']._serialized_start=746
+  _globals['_CLOSESESSION']._serialized_end=760
+  _globals['_SESSIONFAILED']._serialized_start=762
+  _globals['_SESSIONFAILED']._serialized_end=810
+  _globals['_LOADREPORT']._serialized_start=813
+  _globals['_LOADREPORT']._serialized_end=1103
+  _globals['_MODELINFO']._serialized_start=1106
+  _globals['_MODELINFO']._serialized_end=1357
+  _globals['_EXPECTEDACCEPTANCE']._serialized_start=1359
+  _globals['_EXPECTEDACCEPTANCE']._serialized_end=1420
 # @@protoc_insertion_point(module_scope)

@@ -61,7 +61,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("committed_ids", "prompt_length", "sampling", "seed", "rule", "vocab_size", "logprobs")
+    __slots__ = ("committed_ids", "prompt_length", "sampling", "seed", "rule", "vocab_size", "logprobs", "tenant")
     COMMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class OpenSession(_message.Message):
     RULE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     committed_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     sampling: SamplingParams
@@ -76,7 +77,8 @@ class OpenSession(_message.Message):
     rule: VerificationRule
     vocab_size: int
     logprobs: int
-    def __init__(self, committed_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[VerificationRule, str]] = ..., vocab_size: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, committed_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[VerificationRule, str]] = ..., vocab_size: _Optional[int] = ..., logprobs: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class CloseSession(_message.Message):
     __slots__ = ()
@@ -119,7 +121,7 @@ class LoadReport(_message.Message):
     def __init__(self, sessions: _Optional[int] = ..., queued: _Optional[int] = ..., draining: bool = ..., stale_items: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., step_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., prefix_reused_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_id", "vocab_size", "max_context", "tokenizer_sha256", "incarnation", "method", "dtype", "eos_token_ids", "emulated")
+    __slots__ = ("model_id", "vocab_size", "max_context", "tokenizer_sha256", "incarnation", "method", "dtype", "eos_token_ids", "emulated", "expected_acceptance")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +131,7 @@ class ModelInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     EMULATED_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     vocab_size: int
     max_context: int
@@ -138,4 +141,13 @@ class ModelInfo(_message.Message):
     dtype: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     emulated: bool
-    def __init__(self, model_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., incarnation: _Optional[str] = ..., method: _Optional[str] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., emulated: bool = ...) -> None: ...
+    expected_acceptance: _containers.RepeatedCompositeFieldContainer[ExpectedAcceptance]
+    def __init__(self, model_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., incarnation: _Optional[str] = ..., method: _Optional[str] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., emulated: bool = ..., expected_acceptance: _Optional[_Iterable[_Union[ExpectedAcceptance, _Mapping]]] = ...) -> None: ...
+
+class ExpectedAcceptance(_message.Message):
+    __slots__ = ("temperature", "acceptance")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    acceptance: float
+    def __init__(self, temperature: _Optional[float] = ..., acceptance: _Optional[float] = ...) -> None: ...
