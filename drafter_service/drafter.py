@@ -367,7 +367,8 @@ class Drafter(Generic[StateT]):
         if is_drafting:
             session.draft_time_s += seconds
         if outcome.drafted is not None:
-            session.needs_ingest = False
+            # One token is left for the next draft to feed; more where the draft was found without the model.
+            session.needs_ingest = is_drafting and self._method.pending_tokens(entry.state, session) > 1
             if is_drafting:
                 session.extend(outcome.drafted)
                 drafted = session.take_draft()

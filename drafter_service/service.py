@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
 from drafter_service.drafter import Command, Drafter, DrafterEvent, DraftMethod, Entry, StateT
-from drafter_service.methods.draft_model import DraftModelMethod
-from drafter_service.methods.ngram import NgramMethod
+from drafter_service.registry import build_method
 from drafter_service.servicer import DrafterServicer
-from paceline.engine.emulation import emulated
-from paceline.engine.memory import Allocation, step_tokens
-from paceline.errors import StartupFailed
-from paceline.model_service import ModelService, load_model, session_table, use_threads
+from paceline.engine.memory import Allocation
+from paceline.model_service import ModelService, session_table, use_threads
 from paceline.process import Lifetime, run_service
 from paceline.sessions import SessionTable
 from paceline.settings import DrafterSettings
@@ -30,51 +25,8 @@ SERVICE_NAME = drafter_service_pb2.DESCRIPTOR.services_by_name["DrafterService"]
 def prepare(settings: DrafterSettings) -> ModelService[Command, DrafterEvent]:
     """Build the drafting method, loading its model if it has one; the result serves it until asked to stop."""
     use_threads(settings.threads)
-    method, info, allocation = METHODS[settings.method](settings)
-    return assemble(settings, method, info, allocation=allocation)
-
-
-def _draft_model(settings: DrafterSettings) -> tuple[DraftMethod[Any], ModelInfo, Allocation | None]:
-    model = load_model(settings, logit_noise=settings.logit_noise)
-    info = ModelInfo(
-        model_id=model.model_id,
-        vocab_size=model.vocab_size,
-        max_context=model.max_context,
-        tokenizer_sha256=model.tokenizer_sha256,
-        incarnation=uuid.uuid4().hex,
-        method="draft_model",
-        dtype=str(model.dtype).removeprefix("torch."),
-        emulated=settings.emulated_step_ms > 0,
-    )
-    method = DraftModelMethod(
-        emulated(model, step_ms=settings.emulated_step_ms),
-        distribution_entries=settings.distribution_entries,
-        max_batch_tokens=step_tokens(settings.max_num_batched_tokens, model.allocation.device),
-    )
-    return method, info, model.allocation
-
-
-def _ngram(settings: DrafterSettings) -> tuple[DraftMethod[Any], ModelInfo, Allocation | None]:
-    if settings.prompt_lookup_min > settings.prompt_lookup_max:
-        raise StartupFailed("--prompt-lookup-min is larger than --prompt-lookup-max; raise the latter.")
-    if settings.emulated_step_ms:
-        raise StartupFailed("--emulated-step-ms holds the steps of a model, and --method ngram has none; drop it.")
-    method = NgramMethod(prompt_lookup_min=settings.prompt_lookup_min, prompt_lookup_max=settings.prompt_lookup_max)
-    info = ModelInfo(
-        model_id="ngram",
-        vocab_size=0,
-        max_context=method.max_context,
-        tokenizer_sha256="",
-        incarnation=uuid.uuid4().hex,
-        method="ngram",
-    )
-    return method, info, None
-
-
-METHODS: dict[str, Callable[[DrafterSettings], tuple[DraftMethod[Any], ModelInfo, Allocation | None]]] = {
-    "draft_model": _draft_model,
-    "ngram": _ngram,
-}
+    built = build_method(settings)
+    return assemble(settings, built.method, built.info, allocation=built.allocation)
 
 
 def assemble(

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Generic
+from typing import Any, Generic
 
 import structlog
 import torch
 from torch import Tensor
 
 from drafter_service.drafter import DraftedToken, DraftView, DraftWork, Outcome, Progress
+from drafter_service.registry import BuiltMethod
+from paceline.engine.emulation import emulated
 from paceline.engine.interface import CacheT, Memory, Model
+from paceline.engine.memory import step_tokens
 from paceline.engine.step_plan import Part, StepPlanner, Wish
+from paceline.engine.vocabulary_bridge import intersected
 from paceline.errors import PacelineError, internal_error
+from paceline.model_service import load_model
 from paceline.sampling import TokenHistory, draw_draft_token
+from paceline.settings import DrafterSettings
+from paceline.types import ModelInfo
 
 logger = structlog.get_logger(__name__)
 
@@ -164,3 +172,32 @@ def fit_vocabulary(
     if len(logits) >= vocab_size:
         return logits[:vocab_size]
     return torch.nn.functional.pad(logits, (0, vocab_size - len(logits)), value=float("-inf"))
+
+
+def build(settings: DrafterSettings) -> BuiltMethod:
+    """The model that the settings name, loaded; raises `ModelUnavailable` and `StartupFailed`."""
+    loaded = load_model(settings, logit_noise=settings.logit_noise, verifier=settings.verifier)
+    model: Model[Any] = emulated(loaded, step_ms=settings.emulated_step_ms)
+    tokenizer_sha256 = loaded.tokenizer_sha256
+    if settings.target_tokenizer:
+        model = shared = intersected(
+            model, drafter=settings.model, target=settings.target_tokenizer, cache_dir=settings.cache_dir
+        )
+        tokenizer_sha256 = shared.tokenizer_sha256
+    info = ModelInfo(
+        model_id=loaded.model_id,
+        vocab_size=model.vocab_size,
+        max_context=model.max_context,
+        tokenizer_sha256=tokenizer_sha256,
+        incarnation=uuid.uuid4().hex,
+        method="draft_model",
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        emulated=settings.emulated_step_ms > 0,
+        expected_acceptance=loaded.expected_acceptance,
+    )
+    method = DraftModelMethod(
+        model,
+        distribution_entries=settings.distribution_entries,
+        max_batch_tokens=step_tokens(settings.max_num_batched_tokens, loaded.allocation.device),
+    )
+    return BuiltMethod(method, info, loaded.allocation)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafter_service.drafter import DraftedToken, DraftView, DraftWork, Outcome, Progress
+from drafter_service.registry import BuiltMethod, info_without_model
+from paceline.errors import StartupFailed
 from paceline.lookup.ngram import NgramIndex
+from paceline.settings import DrafterSettings
 
 _ANY_CONTEXT = 2**31 - 1
 
@@ -41,3 +44,11 @@ class NgramMethod:
         state.extend(session.ids[len(state) : session.committed_length])
         tail = session.ids[session.committed_length :]
         return [DraftedToken(token_id) for token_id in state.propose(tail, work.max_tokens)]
+
+
+def build(settings: DrafterSettings) -> BuiltMethod:
+    """Raises `StartupFailed` where the settings contradict each other."""
+    if settings.prompt_lookup_min > settings.prompt_lookup_max:
+        raise StartupFailed("--prompt-lookup-min is larger than --prompt-lookup-max; raise the latter.")
+    method = NgramMethod(prompt_lookup_min=settings.prompt_lookup_min, prompt_lookup_max=settings.prompt_lookup_max)
+    return BuiltMethod(method, info_without_model("ngram", max_context=method.max_context))

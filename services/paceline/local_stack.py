@@ -26,6 +26,8 @@ from paceline.errors import StartupFailed
 
 NO_DRAFTER = "none"
 NGRAM_DRAFTER = "ngram"
+SUFFIX_DRAFTER = "suffix"
+_HYBRID_PREFIX = "hybrid:"
 _HOST = "127.0.0.1"
 _END_TIMEOUT_S = 5.0
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
@@ -39,7 +41,8 @@ class LocalStackSettings:
     """What to start; None leaves a choice to the service."""
 
     target: str | None = None  # model id or folder
-    drafter: str = NGRAM_DRAFTER  # "ngram", "none", or a model id or folder
+    # "ngram", "suffix", "none", or a model id or folder, which "hybrid:" before it combines with suffix decoding
+    drafter: str = NGRAM_DRAFTER
     schedule: str | None = None
     rule: str | None = None
     draft_length: int | None = None  # tokens
@@ -56,7 +59,19 @@ class LocalStackSettings:
 
     @property
     def has_neural_drafter(self) -> bool:
-        return self.drafter not in (NO_DRAFTER, NGRAM_DRAFTER)
+        return self.drafter not in (NO_DRAFTER, NGRAM_DRAFTER, SUFFIX_DRAFTER)
+
+    @property
+    def drafter_method(self) -> str:
+        """The drafting method, by the name that the drafter service knows."""
+        if not self.has_neural_drafter:
+            return self.drafter
+        return "hybrid" if self.drafter.startswith(_HYBRID_PREFIX) else "draft_model"
+
+    @property
+    def drafter_model(self) -> str:
+        """The model id or folder of a neural drafter."""
+        return self.drafter.removeprefix(_HYBRID_PREFIX)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -355,12 +370,11 @@ def _target_options(settings: LocalStackSettings, threads: ThreadPlan) -> Option
 
 
 def _drafter_options(settings: LocalStackSettings, threads: ThreadPlan) -> Options:
-    common: Options = {"--port": 0, "--threads": threads.drafter}
+    common: Options = {"--port": 0, "--threads": threads.drafter, "--method": settings.drafter_method}
     if not settings.has_neural_drafter:
-        return common | {"--method": "ngram"}
+        return common
     return common | {
-        "--method": "draft_model",
-        "--model": settings.drafter,
+        "--model": settings.drafter_model,
         "--dtype": settings.dtype,
         "--logit-noise": settings.logit_noise,
     }

@@ -151,9 +151,10 @@ class ModelService(Generic[CommandT, EventT]):
         model, dtype, threads = self.info.model_id, self.info.dtype, torch.get_num_threads()
         if emulation:
             logger.warning("model steps are held to a set time: what is measured here is emulated", **emulation)
+        method = {"method": self.info.method} if self.info.method else {}
         memory = _memory_fields(self._allocation)
-        lifetime.ready(self._kind, address, model=model, dtype=dtype, threads=threads, **memory, **emulation)
-        logger.info("ready", address=address, model=model, dtype=dtype, **memory)
+        lifetime.ready(self._kind, address, model=model, **method, dtype=dtype, threads=threads, **memory, **emulation)
+        logger.info("ready", address=address, model=model, **method, dtype=dtype, **memory)
 
     def _on_events(self, events: Sequence[EventT]) -> None:
         self._servicer.on_events(events)
@@ -164,7 +165,7 @@ class ModelService(Generic[CommandT, EventT]):
         self._lifetime.stop()
 
 
-def load_model(settings: ModelServiceSettings, *, logit_noise: float = 0.0) -> CausalModel:
+def load_model(settings: ModelServiceSettings, *, logit_noise: float = 0.0, verifier: str | None = None) -> CausalModel:
     """The model that the settings name, warmed up; raises `ModelUnavailable` and `StartupFailed`."""
     model = CausalModel.load(
         settings.model,
@@ -175,6 +176,7 @@ def load_model(settings: ModelServiceSettings, *, logit_noise: float = 0.0) -> C
         quantization=settings.quantization,
         limits=memory_limits(settings),
         shares_prefixes=settings.enable_prefix_caching,
+        verifier=verifier,
     )
     model.warm_up()
     sampling.warm_up()

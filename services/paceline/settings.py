@@ -9,13 +9,14 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.types import MAX_DRAFT_LENGTH
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+_METHODS_WITHOUT_TOKENIZER = ("ngram", "suffix")
 MIN_STEP_TOKENS = MAX_DRAFT_LENGTH + 1  # a draft is verified within one step, together with the token before it
 
 
@@ -26,6 +27,10 @@ def _quantization(value: object) -> object:
     if value.lstrip().startswith("{"):
         return json.loads(value)
     return dict(_QUANTIZATION_BY_NAME.get(value, {"quant_method": value})) if value else {}
+
+
+def _json_object(value: object) -> object:
+    return json.loads(value or "{}") if isinstance(value, str) else value
 
 
 # transformers knows the two of this library by a flag.
@@ -124,15 +129,66 @@ class DrafterSettings(ModelServiceSettings):
 
     model_config = _config("PACELINE_DRAFTER_")
 
-    method: Literal["draft_model", "ngram"] = Field("draft_model", description="How drafts are made.")
+    method: str = Field(
+        "draft_model",
+        min_length=1,
+        description="How drafts are made: draft_model, hybrid, ngram, suffix, or a method that another package registers.",
+    )
+    method_options: Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)] = Field(
+        {}, description="Options of another package's method, as JSON."
+    )
+    verifier: str | None = Field(
+        None, description="Where the target's checkpoint is, if not where a trained drafter's own configuration says."
+    )
     logit_noise: float = Field(
         0.0, ge=0, description="Standard deviation of noise added to the model's logits: any acceptance, for tests."
     )
     prompt_lookup_min: int = Field(2, ge=1, description="ngram: fewest tokens that must match.")
     prompt_lookup_max: int = Field(4, ge=1, description="ngram: most tokens that are matched.")
+    suffix_decoding_max_tree_depth: int = Field(
+        24, ge=2, le=128, description="suffix: most tokens of a match and the draft behind it together."
+    )
+    suffix_decoding_max_spec_factor: float = Field(
+        1.0, gt=0, le=64, description="suffix: most tokens of a draft for each that matched."
+    )
+    suffix_decoding_min_token_prob: float = Field(
+        0.1, ge=0, le=1, description="suffix: least probability of a drafted token together with those before it."
+    )
+    suffix_decoding_max_cached_requests: int = Field(
+        10_000,
+        ge=0,
+        description="suffix: ended sessions whose outputs are drafted from in later ones of the same tenant; 0: none.",
+    )
+    suffix_decoding_max_cached_mib: int = Field(
+        256, ge=1, description="suffix: MiB that these outputs take in memory; at most twice as many are allocated."
+    )
+    hybrid_suffix_min_score: float = Field(
+        2.0,
+        ge=0,
+        description="hybrid: tokens that a repetition must be expected to have accepted, to be drafted instead of the "
+        "model's.",
+    )
     distribution_entries: int = Field(
         64, ge=1, le=4096, description="rejection: most probable tokens that a draft is drawn from."
     )
+    use_heterogeneous_vocab: bool = Field(
+        False, description="Draft with a model whose tokenizer is not the target's, by the tokens that both have."
+    )
+    target_tokenizer: str | None = Field(
+        None,
+        validate_default=True,
+        description="Where the target's tokenizer is loaded from, for --use-heterogeneous-vocab.",
+    )
+
+    @field_validator("target_tokenizer")
+    @classmethod
+    def _goes_with_its_switch(cls, value: str | None, others: ValidationInfo) -> str | None:
+        is_on, method = others.data.get("use_heterogeneous_vocab", False), others.data.get("method")
+        if is_on != bool(value):
+            raise ValueError("goes together with --use-heterogeneous-vocab; give both, or none")
+        if value and method in _METHODS_WITHOUT_TOKENIZER:
+            raise ValueError(f"is of no use to --method {method}, which works with any tokenizer; leave it out")
+        return value or None
 
 
 class OrchestratorSettings(ServiceSettings):
@@ -153,7 +209,9 @@ class OrchestratorSettings(ServiceSettings):
     )
     rule: Literal["rejection", "coupled"] = Field("coupled", description="How drafts are judged above temperature 0.")
     draft_length: int = Field(4, ge=0, le=MAX_DRAFT_LENGTH, description="Tokens of one draft.")
-    fallback: Literal["ngram", "none"] = Field("ngram", description="What drafts when the drafter does not answer.")
+    fallback: Literal["ngram", "suffix", "none"] = Field(
+        "ngram", description="What drafts when the drafter does not answer."
+    )
     prompt_lookup_min: int = Field(2, ge=1, description="Fallback: fewest tokens that must match.")
     prompt_lookup_max: int = Field(4, ge=1, description="Fallback: most tokens that are matched.")
     draft_deadline_s: float = Field(2.0, gt=0, description="Longest wait for one draft.")

@@ -66,12 +66,20 @@ def test_what_is_not_set_is_left_to_the_services(fakes: FakeStack) -> None:
         assert not {"--schedule", "--rule", "--draft-length"} & set(fakes.arguments("orchestrator"))
 
 
-def test_prompt_lookup_needs_no_model(fakes: FakeStack) -> None:
-    """Drafter `ngram` is a drafter service with that method, and no model."""
-    with LocalStack(LocalStackSettings(drafter="ngram")):
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_lookup_needs_no_model(fakes: FakeStack, method: str) -> None:
+    """Drafter `ngram` or `suffix` is a drafter service with that method, no model, and one thread."""
+    with LocalStack(LocalStackSettings(drafter=method)):
         told = fakes.arguments("drafter")
-    assert told["--method"] == "ngram"
+    assert (told["--method"], told["--threads"]) == (method, "1")
     assert not {"--model", "--dtype", "--logit-noise"} & set(told)
+
+
+def test_a_model_may_be_combined_with_suffix_decoding(fakes: FakeStack) -> None:
+    """`hybrid:` before the model's name."""
+    with LocalStack(LocalStackSettings(drafter="hybrid:org/small")):
+        told = fakes.arguments("drafter")
+    assert (told["--method"], told["--model"]) == ("hybrid", "org/small")
 
 
 def test_no_drafter_is_no_process(fakes: FakeStack) -> None:

@@ -328,7 +328,6 @@ def test_option_out_of_range_is_refused_by_name(
     [
         ("target", "PACELINE_TARGET_PORT", "-1", "--port"),
         ("target", "PACELINE_TARGET_DTYPE", "int3", "--dtype"),
-        ("drafter", "PACELINE_DRAFTER_METHOD", "guess", "--method"),
         ("drafter", "PACELINE_DRAFTER_LOGIT_NOISE", "loud", "--logit-noise"),
         ("orchestrator", "PACELINE_ORCHESTRATOR_DRAFT_LENGTH", "65", "--draft-length"),
         ("orchestrator", "PACELINE_ORCHESTRATOR_RULE", "greedy", "--rule"),
@@ -356,6 +355,16 @@ def test_orchestrator_without_a_target_is_told_to_name_one(command: Callable[...
     assert (ended.status, ended.stdout) == (2, "")
     assert "--target" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_unknown_drafting_method_is_refused_by_name(
+    command: Callable[..., Exit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 1, and a sentence that names it and those that are known."""
+    monkeypatch.setenv("PACELINE_DRAFTER_METHOD", "guess")
+    ended = command("drafter")
+    ended.assert_fails(1, saying="'guess'")
+    assert "draft_model, hybrid, ngram, suffix" in ended.stderr
 
 
 @pytest.mark.parametrize("service", ["target", "drafter"])

@@ -397,6 +397,23 @@ def test_nothing_is_drafted_without_credit() -> None:
     assert method.calls == [("a", "ingest"), ("a", "ingest")]
 
 
+def test_a_method_that_says_it_has_caught_up_is_not_asked_again() -> None:
+    """Even if it goes on counting tokens that it will never read."""
+
+    class Blind(CountingMethod):
+        def pending_tokens(self, state: Reader, session: DraftView) -> int:
+            return session.committed_length
+
+    method = Blind()
+    service = Service(method)
+    service.tell(opening(A), commit(A, draft_length=2, credit=2))
+    for _ in range(3):
+        assert service.drafter.has_work()
+        service.step()
+    assert not service.drafter.has_work()
+    assert method.calls == [("a", "draft"), ("a", "draft"), ("a", "ingest")]
+
+
 def test_drafts_are_pushed_whole_and_then_up_to_the_credit() -> None:
     """The first as soon as it has its length; what is ahead of it in one more, as far as the credit goes."""
     service = Service(CountingMethod())

@@ -40,6 +40,7 @@ from paceline.generation import CompletionBuilder
 from paceline.local_stack import (
     NGRAM_DRAFTER,
     NO_DRAFTER,
+    SUFFIX_DRAFTER,
     LocalStackSettings,
     ThreadPlan,
     available_cores,
@@ -147,12 +148,12 @@ def _stage_on_ray(settings: LocalStackSettings, terminal: Terminal) -> Iterator[
 def ray_configuration(settings: LocalStackSettings, threads: ThreadPlan) -> dict[str, Any]:
     """The laptop's configuration with the models of the demo, on ports that nobody has."""
     dtype = {"dtype": settings.dtype}
-    neural = {"method": "draft_model", "model": settings.drafter, **dtype} if settings.has_neural_drafter else {}
+    neural = {"model": settings.drafter_model, **dtype} if settings.has_neural_drafter else {}
     return laptop_configuration(
         grpc_port=free_port(),
         http_port=free_port(),
         target={"threads": threads.target, **_given(model=settings.target), **dtype},
-        drafter={"threads": threads.drafter, **neural},
+        drafter={"threads": threads.drafter, "method": settings.drafter_method, **neural},
         orchestrator=_given(draft_length=settings.draft_length),
     )
 
@@ -195,7 +196,8 @@ def circumstances(stage: Stage, info: ServerInfo) -> Iterator[str]:
     if stage.has_neural_drafter:
         yield f"drafter  {drafter}, {drafter_threads}, drafts of {info.speculation.draft_length} tokens"
     else:
-        yield f"drafter  prompt lookup (n-gram), drafts of {info.speculation.draft_length} tokens"
+        lookup = "suffix decoding" if drafter == SUFFIX_DRAFTER else "prompt lookup (n-gram)"
+        yield f"drafter  {lookup}, drafts of {info.speculation.draft_length} tokens"
     yield f"machine  {platform.machine()}, {_counted(threads.cores, 'core')}; {stage.services}"
 
 

@@ -34,8 +34,9 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        metavar="MODEL|ngram|none",
-        help="A model with the target's tokenizer, prompt lookup (ngram, the default), or no drafter.",
+        metavar="MODEL|hybrid:MODEL|suffix|ngram|none",
+        help="A model with the target's tokenizer, also combined with suffix decoding (hybrid), suffix decoding alone, "
+        "prompt lookup (ngram, the default), or no drafter.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -107,6 +108,15 @@ Choices = Annotated[
     int | None,
     typer.Option(
         "--n", metavar="COUNT", help="Answers to the prompt, side by side, 1 to 16.", rich_help_panel=SAMPLING
+    ),
+]
+Tenant = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant",
+        metavar="NAME",
+        help="Whose request it is: drafts may come from earlier answers to the same tenant alone.",
+        rich_help_panel=SPECULATION,
     ),
 ]
 Logprobs = Annotated[

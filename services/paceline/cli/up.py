@@ -112,7 +112,8 @@ def _services_table(stack: LocalStack, info: ServerInfo) -> Table:
 def _drafter_name(info: ServerInfo) -> str:
     if info.drafter is None:
         return ""
-    return info.drafter.model_id if info.drafter.method == "draft_model" else info.drafter.method
+    model_id, method = info.drafter.model_id, info.drafter.method
+    return model_id if method in ("draft_model", model_id) else f"{model_id}, {method}"
 
 
 def _watch(stack: LocalStack, terminal: Terminal) -> None:

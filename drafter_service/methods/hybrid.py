@@ -1,0 +1,126 @@
+"""Drafting by repetition where the text repeats itself, and by another method where it does not.
+
+Suffix decoding costs no model step and proposes many tokens at once, but only where the text has occurred before; its
+score says how many of them to expect accepted (Oliaro et al. 2024, arXiv 2411.04975, "hybrid" decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic
+
+from drafter_service.drafter import DraftedToken, DraftMethod, DraftView, DraftWork, Outcome, Progress, StateT
+from drafter_service.methods import draft_model
+from drafter_service.registry import BuiltMethod
+from paceline.engine.interface import Memory
+from paceline.lookup.suffix import SuffixCache, SuffixSession
+from paceline.lookup.suffix_tree import prepare
+from paceline.settings import DrafterSettings
+from paceline.types import VerificationRule
+
+_SCORED_TOKENS = 16  # a repetition is judged by so many of its tokens, even if fewer may be drafted now
+
+
+@dataclass(slots=True)
+class HybridState(Generic[StateT]):
+    """What both ways of drafting keep for a session."""
+
+    session: DraftView
+    suffixes: SuffixSession
+    other: StateT
+    is_repeating: bool = False  # what is drafted behind the committed tokens, if anything, was found by its suffix
+
+    def catch_up(self) -> None:
+        """Have the suffixes of all committed tokens."""
+        self.suffixes.extend(self.session.ids[len(self.suffixes) : self.session.committed_length])
+
+
+class HybridMethod(Generic[StateT]):
+    """Drafts the repetition of a suffix whose score is at least `min_score`, else what the other method drafts.
+
+    The choice looks at the tokens before alone, never at what one is drawn from. Under `rejection` a draft is drawn as a
+    whole or not at all, and when it is pushed must not depend on its tokens: there the choice is made when nothing is
+    drafted behind the committed tokens, and holds until that is so again.
+
+    A cache of the other method lags behind while repetitions serve; it catches up as after any other commit.
+    """
+
+    def __init__(self, other: DraftMethod[StateT], suffixes: SuffixCache, *, min_score: float) -> None:
+        self._other, self._suffixes, self._min_score = other, suffixes, min_score
+
+    @property
+    def max_context(self) -> int:
+        return self._other.max_context
+
+    @property
+    def memory(self) -> Memory | None:
+        return self._other.memory
+
+    @property
+    def preemptions(self) -> int:
+        return self._other.preemptions
+
+    def open(self, session: DraftView) -> HybridState[StateT]:
+        spec = session.spec
+        # As in suffix decoding alone, what a session is opened with is not kept for others.
+        suffixes = self._suffixes.session(
+            spec.tenant, prompt_length=session.committed_length, vocab_size=spec.vocab_size
+        )
+        return HybridState(session, suffixes, self._other.open(session))
+
+    def draft(self, batch: Sequence[DraftWork[HybridState[StateT]]]) -> Sequence[Outcome]:
+        """A repetition that is served first is not held up by a model step: the other sessions get theirs right after."""
+        found = [self._repetition(work) for work in batch]
+        if found and found[0] is not None:
+            return [Progress(drafted=tokens) for tokens in found]
+        wanting = [
+            DraftWork(work.state.other, work.session, work.max_tokens)
+            for work, tokens in zip(batch, found, strict=True)
+            if tokens is None
+        ]
+        others = iter(self._other.draft(wanting))
+        return [next(others) if tokens is None else Progress(drafted=tokens) for tokens in found]
+
+    def rewind(self, state: HybridState[StateT], length: int) -> None:
+        """The suffixes are those of committed tokens, which are never taken back."""
+        self._other.rewind(state.other, length)
+
+    def pending_tokens(self, state: HybridState[StateT], session: DraftView) -> int:
+        return self._other.pending_tokens(state.other, session)
+
+    def close(self, state: HybridState[StateT]) -> None:
+        state.catch_up()
+        state.suffixes.close()
+        self._other.close(state.other)
+
+    def _repetition(self, work: DraftWork[HybridState[StateT]]) -> Sequence[DraftedToken] | None:
+        """The tokens of a repetition, none where the draft ends with it; None: the other method's turn."""
+        state, session = work.state, work.session
+        state.catch_up()
+        drafted = session.ids[session.committed_length :]
+        is_bound = bool(drafted) and session.spec.effective_rule is VerificationRule.REJECTION
+        if not work.max_tokens or (is_bound and not state.is_repeating):
+            return None
+        proposal = state.suffixes.propose(drafted, max(work.max_tokens, _SCORED_TOKENS))
+        if proposal.ids and proposal.score >= self._min_score:
+            state.is_repeating = True
+            return [DraftedToken(token_id) for token_id in proposal.ids[: work.max_tokens]]
+        if is_bound:
+            return ()
+        state.is_repeating = False
+        return None
+
+
+def build(settings: DrafterSettings) -> BuiltMethod:
+    """The hybrid of suffix decoding and the model that the settings name."""
+    built = draft_model.build(settings)
+    prepare()
+    suffixes = SuffixCache(
+        max_tree_depth=settings.suffix_decoding_max_tree_depth,
+        max_cached_requests=settings.suffix_decoding_max_cached_requests,
+        max_spec_factor=settings.suffix_decoding_max_spec_factor,
+        min_token_prob=settings.suffix_decoding_min_token_prob,
+        max_cached_bytes=settings.suffix_decoding_max_cached_mib * 2**20,
+    )
+    return replace(built, method=HybridMethod(built.method, suffixes, min_score=settings.hybrid_suffix_min_score))
