@@ -56,6 +56,11 @@ class DrafterPool(Pool[DrafterClient]):
         return next((client.info for client in self._connected()), None)
 
     @property
+    def connected(self) -> tuple[ModelInfo, ...]:
+        """Of all drafters that are connected now."""
+        return tuple(client.info for client in self._connected() if client.info is not None)
+
+    @property
     def speculating_sessions(self) -> int:
         """How many sessions want drafts, whether or not they have a seat."""
         return sum(session.wants_drafts for session in self._sessions)
@@ -123,5 +128,6 @@ def check_pairing(drafter: ModelInfo, target: ModelInfo) -> None:
     if ours and theirs and ours != theirs:
         raise ModelMismatch(
             f"The drafter {drafter.model_id!r} (tokenizer {ours[:16]}) and the target {target.model_id!r} (tokenizer "
-            f"{theirs[:16]}) number their tokens differently; choose a drafter with the target's tokenizer."
+            f"{theirs[:16]}) number their tokens differently; choose a drafter with the target's tokenizer, or start the "
+            "drafter with --use-heterogeneous-vocab --target-tokenizer NAME."
         )

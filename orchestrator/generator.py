@@ -9,16 +9,18 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
 import structlog
 
 from orchestrator.drafter_pool import DrafterPool
-from orchestrator.drafting import DraftsWithFallback, NoDrafts
+from orchestrator.drafter_watch import DrafterWatch
+from orchestrator.drafting import DraftsWithFallback, Lookup, NoDrafts
 from orchestrator.finish import EndConditions, OutputTracker
 from orchestrator.loop import DraftSource, SpeculationPlan, run_session
+from orchestrator.remote_drafts import RemoteDrafts
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
 from paceline.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, QueueFull, TargetUnavailable
@@ -76,6 +78,8 @@ class Generator:
     ) -> None:
         self._settings, self._tokenizer = settings, tokenizer
         self._target, self._drafter, self._metrics = target, drafter, metrics
+        self._watch = DrafterWatch(metrics)
+        self._new_lookup = _fallback(settings)
         self.running = 0
 
     def info(self) -> ServerInfo:
@@ -190,7 +194,8 @@ class Generator:
                     spec, verify_deadline_s=self._settings.verify_deadline_s, deadline_s=plan.deadline_s
                 )
             )
-            drafts = self._open_drafts(plan, spec, sessions)
+            remote = self._open_drafts(plan, spec, sessions)
+            drafts = self._with_fallback(remote)
             committed_ids = plan.prompt_ids + plan.output_ids
             rounds = run_session(
                 spec, committed_ids, plan.speculation, target=target, drafts=drafts, output=output, stats=stats
@@ -205,20 +210,28 @@ class Generator:
                     logprobs=tuple(map(self._spelled, result.logprobs)),
                     choice=choice,
                 )
+            self._watch_drafters(remote, spec, stats)
 
     def _spelled(self, logprobs: TokenLogprobs) -> TokenLogprobs:
         """The same with the text of the most probable tokens."""
         return replace(logprobs, top_pieces=tuple(self._tokenizer.decode([token_id]) for token_id, _ in logprobs.top))
 
-    def _open_drafts(self, plan: _Plan, spec: SessionSpec, sessions: AsyncExitStack) -> DraftSource:
-        settings = self._settings
+    def _open_drafts(self, plan: _Plan, spec: SessionSpec, sessions: AsyncExitStack) -> RemoteDrafts | None:
+        """The session's drafts from the drafter service; None where it decodes plainly."""
         if self._drafter is None or plan.speculation.schedule is Schedule.PLAIN:
+            return None
+        return sessions.enter_context(self._drafter.session(spec, draft_deadline_s=self._settings.draft_deadline_s))
+
+    def _with_fallback(self, remote: RemoteDrafts | None) -> DraftSource:
+        if self._drafter is None or remote is None:
             return NoDrafts()
-        remote = sessions.enter_context(self._drafter.session(spec, draft_deadline_s=settings.draft_deadline_s))
-        if settings.fallback == "none":
-            return DraftsWithFallback(remote, None, stall=self._drafter.stall)
-        lookup = NgramIndex(prompt_lookup_min=settings.prompt_lookup_min, prompt_lookup_max=settings.prompt_lookup_max)
-        return DraftsWithFallback(remote, lookup, stall=self._drafter.stall)
+        return DraftsWithFallback(remote, self._new_lookup(), stall=self._drafter.stall)
+
+    def _watch_drafters(self, remote: RemoteDrafts | None, spec: SessionSpec, stats: SpeculationStats) -> None:
+        """Compare what the drafters were worth to an answer that has ended with what they should be."""
+        if self._drafter is not None and remote is not None:
+            connected = self._drafter.connected
+            self._watch.record(spec.sampling, stats, drafters=remote.drafters, connected=connected)
 
     def _plan(self, request: GenerationRequest, timeout_s: float | None) -> _Plan:
         target = self._target_info()
@@ -246,6 +259,7 @@ class Generator:
             rule=self._rule(options.rule, sampling),
             vocab_size=target.vocab_size,
             logprobs=request.logprobs,
+            tenant=request.tenant,
         )
         others = [
             replace(first, session_id=f"{first.session_id}-{choice}", seed=choice_seed(first.seed, choice))
@@ -298,6 +312,23 @@ class Generator:
         if self._target.info is None:
             raise TargetUnavailable("No target answers; ask again in a moment.")
         return self._target.info
+
+
+def _fallback(settings: OrchestratorSettings) -> Callable[[], Lookup | None]:
+    """What makes a session's own lookup, ready to be used."""
+    match settings.fallback:
+        case "none":
+            return lambda: None
+        case "ngram":
+            return lambda: NgramIndex(
+                prompt_lookup_min=settings.prompt_lookup_min, prompt_lookup_max=settings.prompt_lookup_max
+            )
+        case "suffix":
+            # Only then is numba worth its time to load; and nothing may be compiled while answers run.
+            from paceline.lookup import suffix, suffix_tree  # noqa: PLC0415
+
+            suffix_tree.prepare()
+            return suffix.SuffixIndex
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -150,8 +150,7 @@ async def run_session(
             base_length=len(prefix),
             bonus_is_drafted=rule is VerificationRule.REJECTION and _has_next(plan, prefix, draft, drafts, output),
         )
-        stats.record_round(len(draft), verdict.kept_length)
-        stats.fallback_rounds += offered.is_fallback
+        stats.record_round(len(draft), verdict.kept_length, is_fallback=offered.is_fallback)
         stats.target_busy_s += verdict_rows.step_time_s
         logprobs = () if spec.logprobs is None else emitted_logprobs(draft.ids, verdict_rows.rows, verdict)
         result = _deliver(output, draft, verdict, logprobs)

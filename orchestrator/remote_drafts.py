@@ -20,7 +20,7 @@ from orchestrator.proposals import ProposalStore
 from orchestrator.replica_client import DrafterClient, PeerSession
 from paceline.errors import Draining, LengthMismatch, PacelineError, QueueFull, SessionNotFound
 from paceline.prefix import TokenPrefix
-from paceline.types import Draft, SessionSpec
+from paceline.types import Draft, ModelInfo, SessionSpec
 from paceline.v1 import drafter_service_pb2 as drafter_pb
 from paceline.v1 import session_pb2 as session_pb
 from paceline.wire import failure_from_proto, open_to_proto, proposal_from_proto
@@ -84,11 +84,17 @@ class RemoteDrafts:
         self._rounds_to_skip = 0
         self._useless_seats = 0  # in a row
         self._asking: asyncio.TimerHandle | None = None
+        self._drafters: set[ModelInfo] = set()
 
     @property
     def wants_drafts(self) -> bool:
         """Whether any drafter could serve this session."""
         return not self._given_up
+
+    @property
+    def drafters(self) -> frozenset[ModelInfo]:
+        """Each that this session was opened at."""
+        return frozenset(self._drafters)
 
     def ask(self) -> None:
         """Ask for a seat in the background."""
@@ -251,6 +257,8 @@ class RemoteDrafts:
         return not self._given_up
 
     def _open(self, prefix: TokenPrefix) -> None:
+        if self._seat is not None and self._seat.client.info is not None:
+            self._drafters.add(self._seat.client.info)
         self._epoch += 1
         self._is_open = True
         self._sent_length = len(prefix)

@@ -177,6 +177,30 @@ class SpeculationMetrics:
             "paceline_stale_items", "Items dropped for an old epoch or another base.", registry=registry
         )
         self.requests = Counter("paceline_requests", "Requests by how they ended.", ["outcome"], registry=registry)
+        judged_by = ["drafter", "temperature"]  # the model, and the nearest temperature of its recorded evaluation
+        self._acceptance = Gauge(
+            "paceline_spec_decode_per_token_acceptance",
+            "Accepted / (accepted + rounds ended by a rejection) of a drafter's own drafts, as compared last.",
+            judged_by,
+            registry=registry,
+        )
+        self._expected_acceptance = Gauge(
+            "paceline_spec_decode_expected_acceptance",
+            "The same as the drafter's training recorded it.",
+            judged_by,
+            registry=registry,
+        )
+        self._below_expected = Gauge(
+            "paceline_drafter_acceptance_below_expected",
+            "1 while a drafter is accepted far less than its training recorded.",
+            judged_by,
+            registry=registry,
+        )
+        self.drafter_unused = Gauge(
+            "paceline_drafter_unused",
+            "1 while drafters are connected and no answer uses a draft of theirs.",
+            registry=registry,
+        )
 
     def record(self, stats: SpeculationStats) -> None:
         """Add the counts of one finished request."""
@@ -186,3 +210,17 @@ class SpeculationMetrics:
         for position, accepted in enumerate(stats.accepted_per_position):
             self.num_accepted_tokens_per_pos.labels(position=str(position)).inc(accepted)
         self.fallback_rounds.inc(stats.fallback_rounds)
+
+    def show_acceptance(
+        self, drafter: str, temperature: float, *, measured: float, expected: float, is_below: bool
+    ) -> None:
+        """How a drafter's acceptance compares with its record; each from 0 to 1."""
+        labels = (drafter, f"{temperature:g}")
+        self._acceptance.labels(*labels).set(measured)
+        self._expected_acceptance.labels(*labels).set(expected)
+        self._below_expected.labels(*labels).set(is_below)
+
+    def forget_acceptance(self, drafter: str, temperature: float) -> None:
+        """The drafter is there no more; does nothing if it was never shown."""
+        for gauge in (self._acceptance, self._expected_acceptance, self._below_expected):
+            gauge.remove(drafter, f"{temperature:g}")

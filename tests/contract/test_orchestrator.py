@@ -434,6 +434,7 @@ any_request = st.builds(
     seed=st.none() | st.integers(0, 2**64 - 1),
     logprobs=st.none() | st.integers(0, 21),
     n=st.none() | st.integers(0, 2) | st.just(17),
+    tenant=st.text(max_size=4) | st.just("x" * 257),
 )
 
 TYPED = {
@@ -613,14 +614,16 @@ async def test_target_that_comes_back_with_another_tokenizer_is_not_used(tokeniz
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("schedule", [Schedule.SEQUENTIAL, Schedule.PIPELINED])
-async def test_absent_drafter_is_replaced_by_prompt_lookup(tokenizer: str, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("schedule", "fallback"), [(Schedule.SEQUENTIAL, "ngram"), (Schedule.PIPELINED, "suffix")])
+async def test_absent_drafter_is_replaced_by_lookup(tokenizer: str, schedule: Schedule, fallback: str) -> None:
     """The start does not fail, no answer waits for the drafter, and the text is the target's own."""
     with silent_port() as port:
         async with running(target_of(counting())) as target:
             nobody = f"127.0.0.1:{port}"
             async with (
-                running(orchestrator_of(target.address, nobody, tokenizer, drafter_timeout_s=0.3)) as orchestrator,
+                running(
+                    orchestrator_of(target.address, nobody, tokenizer, drafter_timeout_s=0.3, fallback=fallback)
+                ) as orchestrator,
                 GenerationClient(orchestrator.address) as client,
             ):
                 answer = await client.complete(greedy(60, schedule=schedule))

@@ -289,13 +289,14 @@ def assert_accounts_add_up(given: Answer, target: MatchingTarget, drafts: Script
         each.draft for each in drafts.offered if each.draft.ids
     ]
     counts, text = SpeculationStats(), list(PROMPT)
+    fallbacks = iter([each.is_fallback for each in drafts.offered if each.draft.ids])
     for result, (prefix, draft) in zip(given.rounds, target.asked, strict=True):
         assert list(prefix) == text
         own = [own_token([*prefix, *draft.ids[:length]]) for length in range(len(draft) + 1)]
         kept = kept_length(own, draft.ids)
         last = Origin.PLAIN if not draft.ids else Origin.BONUS if kept == len(draft) else Origin.CORRECTION
         assert result.origins == tuple([*[Origin.DRAFT] * kept, last][: len(result.delivery.token_ids)])
-        counts.record_round(len(draft), kept)
+        counts.record_round(len(draft), kept, is_fallback=bool(draft.ids) and next(fallbacks))
         text += result.delivery.token_ids
     counts.fallback_rounds = sum(each.is_fallback for each in drafts.offered)
     counts.target_busy_s = STEP_TIME_S * len(given.rounds)
