@@ -263,9 +263,13 @@ def exporting_replicas() -> dict[tuple[str, str], set[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_chaos_fails_no_request_and_changes_no_text(endpoint: str) -> None:
-    """A minute of eight steady sessions; a random drafter killed every 10 s and a random target every 30 s."""
+    """A minute of eight steady sessions; a random drafter killed every 10 s and a random target every 30 s.
+
+    What it is made of, one killed replica at a time, has tests of its own above.
+    """
     async with GenerationClient(endpoint) as client:
         await until_whole(client)
     outcome = await run_chaos(endpoint, seconds=CHAOS_S, seed=7)
