@@ -11,6 +11,7 @@ from paceline.cli.demo import demo
 from paceline.cli.generate import generate
 from paceline.cli.serve import serve
 from paceline.cli.status import status
+from paceline.cli.train import train
 from paceline.cli.up import up
 
 _EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command()(up)
 app.command()(serve)
 app.command()(status)
+app.command()(train)
 
 
 def main() -> None:
