@@ -39,6 +39,8 @@ from paceline.engine.checkpoint import (
     without_progress_bars,
 )
 from paceline.engine.cuda_graphs import DecodeInputs, GraphedSteps
+from paceline.engine.drafter_folder import is_drafter_folder
+from paceline.engine.drafter_network import load_drafter
 from paceline.engine.interface import Extension
 from paceline.engine.kv_memory import KVMemory, bytes_per_token
 from paceline.engine.memory import (
@@ -69,7 +71,8 @@ class CausalModel:
     """A language model: token ids in, rows of logits out (`interface.Model`).
 
     `vocab_size` (rows of the output layer), `max_context` (tokens), `eos_token_ids` (may be empty),
-    `tokenizer_sha256` (empty: works on token ids only), `dtype` and `allocation` (what memory it has, and why) describe it.
+    `tokenizer_sha256` (empty: works on token ids only), `dtype` and `allocation` (what memory it has, and why) describe it,
+    and a trained drafter `expected_acceptance`: (temperature, acceptance) in its evaluation.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class CausalModel:
         limits: MemoryLimits = _USUAL_LIMITS,
         free_memory: DeviceMemory | None = None,
         shares_prefixes: bool = True,
+        expected_acceptance: Sequence[tuple[float, float]] = (),
     ) -> None:
         """Take over a loaded network, and give it memory as `limits` say.
 
@@ -92,6 +96,7 @@ class CausalModel:
         _refuse_unless_truncatable(network.config)
         self.model_id = model_id
         self.tokenizer_sha256 = tokenizer_sha256
+        self.expected_acceptance = tuple(expected_acceptance)
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = _eos_token_ids(network, config)
         self.dtype: torch.dtype = network.dtype
@@ -140,20 +145,30 @@ class CausalModel:
         quantization: Mapping[str, Any] | None = None,
         limits: MemoryLimits = _USUAL_LIMITS,
         shares_prefixes: bool = True,
+        verifier: str | None = None,
     ) -> CausalModel:
         """Load by name (`resolve_checkpoint`), as `dtype` (`choose_dtype`), onto `device` ("auto": a GPU if any).
 
         `logit_noise` is the standard deviation of noise added to every logit (`hashed_noise`), so that a noisy copy of
-        a target drafts for it with any acceptance wanted; `quantization` is a transformers quantization config. Raises
-        `ModelUnavailable` and `StartupFailed`.
+        a target drafts for it with any acceptance wanted; `quantization` is a transformers quantization config. Of a
+        trained drafter, `verifier` says where its target's checkpoint is, if not where its own configuration says.
+        Raises `ModelUnavailable` and `StartupFailed`.
         """
         place = _choose_device(device)
         torch_dtype = choose_dtype(dtype, place)
         free_memory = device_memory(place)
         checkpoint = resolve_checkpoint(name, cache_dir=cache_dir)
-        with reported_as_unavailable(f"'{name}'"), without_progress_bars():
-            _refuse_unless_decoder(name, AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
-            network = load_network(checkpoint, dtype=torch_dtype, device=place, quantization=quantization)
+        expected_acceptance: tuple[tuple[float, float], ...] = ()
+        if isinstance(checkpoint, Path) and is_drafter_folder(checkpoint):
+            _refuse_quantization(name, quantization)
+            drafter = load_drafter(checkpoint, verifier=verifier, dtype=torch_dtype, device=place, cache_dir=cache_dir)
+            network, checkpoint = drafter.network, drafter.target_checkpoint
+            expected_acceptance = drafter.expected_acceptance
+        else:
+            _refuse_verifier(name, verifier)
+            with reported_as_unavailable(f"'{name}'"), without_progress_bars():
+                _refuse_unless_decoder(name, AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
+                network = load_network(checkpoint, dtype=torch_dtype, device=place, quantization=quantization)
         return cls(
             network,
             model_id=name,
@@ -162,6 +177,7 @@ class CausalModel:
             limits=limits,
             free_memory=free_memory,
             shares_prefixes=shares_prefixes,
+            expected_acceptance=expected_acceptance,
         )
 
     def new_cache(self) -> BlockTable:
@@ -346,12 +362,7 @@ class CausalModel:
         self._logit_noise = noise
         self.release(first)
         self.release(second)
-        expected = expected.cpu().float()
-        errors = [
-            (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-            for got in (rows[1], torch.cat((rows[0], rows[2])))
-        ]
-        return max(math.inf if each.isnan().any() else float(each.median()) for each in errors)
+        return max(_typical_error(got, expected.cpu()) for got in (rows[1], torch.cat((rows[0], rows[2]))))
 
     def _step_bytes(self, config: PreTrainedConfig, limits: MemoryLimits) -> int:
         """About what the largest step takes on a GPU: a whole budget of tokens, and a draft of every session."""
@@ -370,6 +381,22 @@ class CausalModel:
             f"'{self.model_id}' ({self._network.config.model_type}) cannot be served: {why}; choose a decoder of another "
             "family; the README lists those that are tested."
         )
+
+
+def _typical_error(
+    got: Tensor,  # [rows, vocab_size]
+    expected: Tensor,  # [rows, vocab_size]
+) -> float:
+    """How far logits are from others, relative, in the median over rows.
+
+    Tokens that a model cannot propose are -inf, and must be so in both.
+    """
+    is_impossible = expected == -math.inf
+    if not torch.equal(got == -math.inf, is_impossible):
+        return math.inf
+    difference = (got.float() - expected.float()).masked_fill(is_impossible, 0.0)
+    errors = difference.norm(dim=-1) / expected.float().masked_fill(is_impossible, 0.0).norm(dim=-1)
+    return math.inf if errors.isnan().any() else float(errors.median())
 
 
 AttentionMaker = Callable[[KVMemory, RaggedBatch, Tensor], Attention]
@@ -416,6 +443,21 @@ def _choose_device(requested: str) -> torch.device:
         return torch.empty(0, device=requested).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         raise StartupFailed(f"Device '{requested}' cannot be used here ({error}); use auto or cpu.") from error
+
+
+def _refuse_quantization(name: str, quantization: Mapping[str, Any] | None) -> None:
+    if quantization:
+        raise ModelUnavailable(
+            f"'{name}' is a trained drafter, and small; it cannot be loaded with --quantization {dict(quantization)}; leave "
+            "that out."
+        )
+
+
+def _refuse_verifier(name: str, verifier: str | None) -> None:
+    if verifier:
+        raise ModelUnavailable(
+            f"'{name}' is a whole model and not a trained drafter, so --verifier {verifier} is of no use; leave that out."
+        )
 
 
 def _refuse_unless_decoder(name: str, config: PreTrainedConfig) -> None:
