@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import save_tiny_checkpoint
+from tests.end_to_end.systems import Folders, tiny_folders
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,3 +30,9 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another network with the same tokenizer."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "drafter", seed=2)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Folders:
+    """The tiny target, and the models of all drafters for it."""
+    return tiny_folders(tmp_path_factory.mktemp("drafters"), tiny_target)

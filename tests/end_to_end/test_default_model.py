@@ -20,6 +20,7 @@ from tests.end_to_end.test_greedy_equality import CELLS
 from tests.harness import complete_all, request
 
 Cell = tuple[int, Schedule]
+DRAFTERS = ("ngram", "suffix", "target as drafter", "noisy drafter", "hybrid")
 QUESTIONS = (
     "Why is the sky blue?",
     "Name three primary colours.",
@@ -46,8 +47,10 @@ QUESTIONS = (
 
 def drafter_settings(drafter: str) -> LocalStackSettings:
     match drafter:
-        case "ngram":
-            return LocalStackSettings(target=DEFAULT_MODEL, drafter="ngram", dtype="float32")
+        case "ngram" | "suffix":
+            return LocalStackSettings(target=DEFAULT_MODEL, drafter=drafter, dtype="float32")
+        case "hybrid":
+            return LocalStackSettings(target=DEFAULT_MODEL, drafter=f"hybrid:{DEFAULT_MODEL}", dtype="float32")
         case "target as drafter":
             return LocalStackSettings(target=DEFAULT_MODEL, drafter=DEFAULT_MODEL, dtype="float32")
         case _:
@@ -100,11 +103,7 @@ async def compare(expected: Expected, drafter: str, runs: Sequence[tuple[int, Ce
 
 @pytest.mark.parametrize(
     "drafter",
-    [
-        "ngram",
-        pytest.param("target as drafter", marks=pytest.mark.slow),
-        pytest.param("noisy drafter", marks=pytest.mark.slow),
-    ],
+    [name if name == "ngram" else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS],
 )
 async def test_default_model_equals_generate_through_three_processes(expected: Expected, drafter: str) -> None:
     """Four prompts, each with another draft length, half of them pipelined."""
@@ -114,7 +113,7 @@ async def test_default_model_equals_generate_through_three_processes(expected: E
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("drafter", ["ngram", "target as drafter", "noisy drafter"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 async def test_default_model_equals_generate_in_every_cell(expected: Expected, drafter: str) -> None:
     """20 prompts x 4 draft lengths x 2 schedules."""
     runs = [(number, cell) for number in range(len(QUESTIONS)) for cell in CELLS]
