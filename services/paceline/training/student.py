@@ -5,13 +5,14 @@ Knows nothing of data, steps or sessions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from paceline.engine.shallow import DraftHead, Network, decoder_layers, restrict_head, shallow_copy
+from paceline.engine.drafter_network import trained_modules
+from paceline.engine.shallow import DraftHead, Network, restrict_head, shallow_copy
 from paceline.errors import StartupFailed
 
 
@@ -72,21 +73,4 @@ class Student:
         self.network.load_state_dict(tensors, strict=False)
 
     def _trained_modules(self) -> dict[str, nn.Module]:
-        layers: Sequence[nn.Module] = list(decoder_layers(self.network))[-self.shape.trained_layers :]
-        learning = [*layers, self._final_norm()]
-        names = {id(module): name for name, module in self.network.named_modules()}
-        return {names[id(module)]: module for module in learning}
-
-    def _final_norm(self) -> nn.Module:
-        """The module behind the layers: the last of those beside them that has a weight as long as the states are."""
-        layers = decoder_layers(self.network)
-        parent = next(
-            module for module in self.network.modules() if any(child is layers for child in module.children())
-        )
-        size = self.network.config.get_text_config(decoder=True).hidden_size
-        weights = [
-            child
-            for child in parent.children()
-            if isinstance(getattr(child, "weight", None), Tensor) and child.weight.shape == (size,)
-        ]
-        return weights[-1]
+        return trained_modules(self.network, self.shape.trained_layers)
