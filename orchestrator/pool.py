@@ -222,8 +222,8 @@ class Pool(ABC, Generic[ClientT]):
         self._remove_if_unused(replica_id)
 
     def _remove_if_unused(self, replica_id: str) -> None:
-        member = self._members[replica_id]
-        if member.is_announced or member.seats:
+        member = self._members.get(replica_id)  # None: it went with the last seat, given back on its notice of leaving
+        if member is None or member.is_announced or member.seats:
             return
         del self._members[replica_id]
         self._stale_items_of_gone += member.client.stale_items

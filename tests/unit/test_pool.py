@@ -237,6 +237,18 @@ async def test_a_member_that_leaves_keeps_its_client_until_its_sessions_have_lef
         assert not pool.clients["a"].is_running
 
 
+async def test_a_member_that_leaves_goes_with_the_last_session_that_leaves_at_once() -> None:
+    """Sessions between two verdicts give their seats back while they are told to, and the others hear of it too."""
+    async with fake_pool() as (pool, directory):
+        directory.announce("a", "b", "c")
+        sessions = [await seated(pool, directory, f"session {number}", name) for number, name in enumerate("aab")]
+        directory.announce("c")
+        await settle()
+        assert [session.heard for session in sessions] == [["draining"]] * 3
+        assert [pool.clients[name].is_running for name in "abc"] == [False, False, True]
+        assert [status.replica_id for status in pool.status().replicas] == ["c"]
+
+
 async def test_a_lease_may_name_a_replica_before_the_directory_does() -> None:
     """It is used at once, and is no member that has left because the members known before do not include it."""
     async with fake_pool() as (pool, directory):
