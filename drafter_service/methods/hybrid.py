@@ -17,7 +17,7 @@ from paceline.engine.interface import Memory
 from paceline.lookup.suffix import SuffixCache, SuffixSession
 from paceline.lookup.suffix_tree import prepare
 from paceline.settings import DrafterSettings
-from paceline.types import VerificationRule
+from paceline.types import MAX_CREDIT, VerificationRule
 
 _SCORED_TOKENS = 16  # a repetition is judged by so many of its tokens, even if fewer may be drafted now
 
@@ -39,6 +39,9 @@ class HybridState(Generic[StateT]):
 class HybridMethod(Generic[StateT]):
     """Drafts the repetition of a suffix whose score is at least `min_score`, else what the other method drafts.
 
+    The other method drafts at most `most_others` tokens beyond the committed ones: each costs a step, and the further ahead the
+    less likely it is kept, while a repetition may be as long as the draft.
+
     The choice looks at the tokens before alone, never at what one is drawn from. Under `rejection` a draft is drawn as a
     whole or not at all, and when it is pushed must not depend on its tokens: there the choice is made when nothing is
     drafted behind the committed tokens, and holds until that is so again.
@@ -46,8 +49,15 @@ class HybridMethod(Generic[StateT]):
     A cache of the other method lags behind while repetitions serve; it catches up as after any other commit.
     """
 
-    def __init__(self, other: DraftMethod[StateT], suffixes: SuffixCache, *, min_score: float) -> None:
-        self._other, self._suffixes, self._min_score = other, suffixes, min_score
+    def __init__(
+        self,
+        other: DraftMethod[StateT],
+        suffixes: SuffixCache,
+        *,
+        min_score: float,
+        most_others: int = MAX_CREDIT,
+    ) -> None:
+        self._other, self._suffixes, self._min_score, self._most_others = other, suffixes, min_score, most_others
 
     @property
     def max_context(self) -> int:
@@ -100,8 +110,10 @@ class HybridMethod(Generic[StateT]):
         state.catch_up()
         drafted = session.ids[session.committed_length :]
         is_bound = bool(drafted) and session.spec.effective_rule is VerificationRule.REJECTION
-        if not work.max_tokens or (is_bound and not state.is_repeating):
+        if not work.max_tokens:
             return None
+        if is_bound and not state.is_repeating:
+            return self._others_turn(drafted)
         proposal = state.suffixes.propose(drafted, max(work.max_tokens, _SCORED_TOKENS))
         if proposal.ids and proposal.score >= self._min_score:
             state.is_repeating = True
@@ -109,7 +121,11 @@ class HybridMethod(Generic[StateT]):
         if is_bound:
             return ()
         state.is_repeating = False
-        return None
+        return self._others_turn(drafted)
+
+    def _others_turn(self, drafted: Sequence[int]) -> Sequence[DraftedToken] | None:
+        """None; no tokens, where it has drafted as many as it may and the draft ends."""
+        return None if len(drafted) < self._most_others else ()
 
 
 def build(settings: DrafterSettings) -> BuiltMethod:
@@ -123,4 +139,10 @@ def build(settings: DrafterSettings) -> BuiltMethod:
         min_token_prob=settings.suffix_decoding_min_token_prob,
         max_cached_bytes=settings.suffix_decoding_max_cached_mib * 2**20,
     )
-    return replace(built, method=HybridMethod(built.method, suffixes, min_score=settings.hybrid_suffix_min_score))
+    method = HybridMethod(
+        built.method,
+        suffixes,
+        min_score=settings.hybrid_suffix_min_score,
+        most_others=settings.hybrid_model_draft_length,
+    )
+    return replace(built, method=method)

@@ -163,10 +163,17 @@ class DrafterSettings(ModelServiceSettings):
         256, ge=1, description="suffix: MiB that these outputs take in memory; at most twice as many are allocated."
     )
     hybrid_suffix_min_score: float = Field(
-        2.0,
+        0.75,  # what a model's draft of three tokens has accepted at an acceptance of 0.45
         ge=0,
         description="hybrid: tokens that a repetition must be expected to have accepted, to be drafted instead of the "
         "model's.",
+    )
+    hybrid_model_draft_length: int = Field(
+        3,
+        ge=1,
+        le=MAX_DRAFT_LENGTH,
+        description="hybrid: most tokens that the model drafts beyond the committed ones; a repetition may be as long as the "
+        "draft.",
     )
     distribution_entries: int = Field(
         64, ge=1, le=4096, description="rejection: most probable tokens that a draft is drawn from."

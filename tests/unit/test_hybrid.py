@@ -25,7 +25,7 @@ from paceline.generation import Schedule
 from paceline.lookup.suffix import SuffixCache
 from paceline.prefix import TokenPrefix
 from paceline.sampling import TokenHistory, draw_draft_token
-from paceline.types import Draft, SessionSpec, SpeculationStats, VerificationRule
+from paceline.types import MAX_CREDIT, Draft, SessionSpec, SpeculationStats, VerificationRule
 from tests.exactness.chi_square import SIGNIFICANCE, conditional_p_value
 from tests.fakes import (
     CountingOutput,
@@ -56,6 +56,7 @@ class Hybrid:
     """A hybrid, its model, and the suffixes of sessions that have ended."""
 
     min_score: float = 1.0
+    most_others: int = MAX_CREDIT
     logits: Logits = LOGITS
     vocab_size: int = VOCAB_SIZE
     model: FakeModel = field(init=False)
@@ -66,7 +67,7 @@ class Hybrid:
         self.model = FakeModel(self.logits, vocab_size=self.vocab_size)
         self.suffixes = SuffixCache()
         model_method = DraftModelMethod[FakeCache](self.model, distribution_entries=64)
-        self.method = HybridMethod(model_method, self.suffixes, min_score=self.min_score)
+        self.method = HybridMethod(model_method, self.suffixes, min_score=self.min_score, most_others=self.most_others)
 
     def draft(self, *batch: DraftWork[State]) -> Sequence[Outcome]:
         return self.method.draft(batch)
@@ -287,6 +288,21 @@ def test_a_session_that_ends_gives_its_memory_back_and_leaves_its_output_to_its_
     (outcome,) = hybrid.draft(opened(hybrid, [*NOVEL, *answer[:5]]))
     assert [token.token_id for token in tokens_of(outcome)] == answer[5:9]
     assert hybrid.model.steps == steps
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_model_drafts_no_further_than_it_may(rule: VerificationRule) -> None:
+    """Behind so many tokens the draft ends, whatever they are; a repetition may be longer."""
+    hybrid = Hybrid(math.inf, most_others=3)
+    work = opened(hybrid, NOVEL, rule, max_tokens=LENGTH)
+    view = work.session
+    assert isinstance(view, DraftSession)
+    for length in (1, 1, 1, 0, 0):
+        tokens = tokens_of(hybrid.draft(work)[0])
+        assert len(tokens) == length
+        view.extend(tokens)
+    repeating = Hybrid(0.0, most_others=3)
+    assert len(tokens_of(repeating.draft(opened(repeating, PROMPT, rule, max_tokens=LENGTH))[0])) > 3
 
 
 def test_the_model_reads_while_repetitions_serve() -> None:
