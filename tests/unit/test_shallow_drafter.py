@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from drafter_service.methods import draft_model
@@ -203,11 +203,12 @@ def test_small_head_is_packed_like_any_linear_layer(shared: Path) -> None:
     loaded = load_drafter(
         shared / "drafter", verifier=None, dtype=torch.bfloat16, device=torch.device("cpu"), cache_dir=None
     )
-    if not pack_linears(loaded.network):
-        pytest.skip("torch cannot pack here")
+    packs_here = pack_linears(nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))) == 1
+    packed = pack_linears(loaded.network)
     head = loaded.network.get_submodule("lm_head")
     assert isinstance(head, DraftHead)
-    assert isinstance(head.linear, PackedLinear)
+    assert isinstance(head.linear, PackedLinear) == packs_here
+    assert (packed > 1) == packs_here
 
 
 def test_model_that_proposes_other_tokens_in_a_batch_is_refused(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
