@@ -13,9 +13,9 @@ from typing import Generic
 from drafter_service.drafter import DraftedToken, DraftMethod, DraftView, DraftWork, Outcome, Progress, StateT
 from drafter_service.methods import draft_model
 from drafter_service.registry import BuiltMethod
+from drafter_service.suffixes import SessionSuffixes, suffix_cache
 from paceline.engine.interface import Memory
-from paceline.lookup.suffix import SuffixCache, SuffixSession
-from paceline.lookup.suffix_tree import prepare
+from paceline.lookup.suffix import SuffixCache
 from paceline.settings import DrafterSettings
 from paceline.types import MAX_CREDIT, VerificationRule
 
@@ -26,14 +26,9 @@ _SCORED_TOKENS = 16  # a repetition is judged by so many of its tokens, even if 
 class HybridState(Generic[StateT]):
     """What both ways of drafting keep for a session."""
 
-    session: DraftView
-    suffixes: SuffixSession
+    suffixes: SessionSuffixes
     other: StateT
     is_repeating: bool = False  # what is drafted behind the committed tokens, if anything, was found by its suffix
-
-    def catch_up(self) -> None:
-        """Have the suffixes of all committed tokens."""
-        self.suffixes.extend(self.session.ids[len(self.suffixes) : self.session.committed_length])
 
 
 class HybridMethod(Generic[StateT]):
@@ -72,12 +67,7 @@ class HybridMethod(Generic[StateT]):
         return self._other.preemptions
 
     def open(self, session: DraftView) -> HybridState[StateT]:
-        spec = session.spec
-        # As in suffix decoding alone, what a session is opened with is not kept for others.
-        suffixes = self._suffixes.session(
-            spec.tenant, prompt_length=session.committed_length, vocab_size=spec.vocab_size
-        )
-        return HybridState(session, suffixes, self._other.open(session))
+        return HybridState(SessionSuffixes(self._suffixes, session), self._other.open(session))
 
     def draft(self, batch: Sequence[DraftWork[HybridState[StateT]]]) -> Sequence[Outcome]:
         """A repetition that is served first is not held up by a model step: the other sessions get theirs right after."""
@@ -100,17 +90,16 @@ class HybridMethod(Generic[StateT]):
         return self._other.pending_tokens(state.other, session)
 
     def close(self, state: HybridState[StateT]) -> None:
-        state.catch_up()
         state.suffixes.close()
         self._other.close(state.other)
 
     def _repetition(self, work: DraftWork[HybridState[StateT]]) -> Sequence[DraftedToken] | None:
         """The tokens of a repetition, none where the draft ends with it; None: the other method's turn."""
         state, session = work.state, work.session
-        state.catch_up()
         drafted = session.ids[session.committed_length :]
         is_bound = bool(drafted) and session.spec.effective_rule is VerificationRule.REJECTION
         if not work.max_tokens:
+            state.suffixes.catch_up()
             return None
         if is_bound and not state.is_repeating:
             return self._others_turn(drafted)
@@ -131,17 +120,9 @@ class HybridMethod(Generic[StateT]):
 def build(settings: DrafterSettings) -> BuiltMethod:
     """The hybrid of suffix decoding and the model that the settings name."""
     built = draft_model.build(settings)
-    prepare()
-    suffixes = SuffixCache(
-        max_tree_depth=settings.suffix_decoding_max_tree_depth,
-        max_cached_requests=settings.suffix_decoding_max_cached_requests,
-        max_spec_factor=settings.suffix_decoding_max_spec_factor,
-        min_token_prob=settings.suffix_decoding_min_token_prob,
-        max_cached_bytes=settings.suffix_decoding_max_cached_mib * 2**20,
-    )
     method = HybridMethod(
         built.method,
-        suffixes,
+        suffix_cache(settings),
         min_score=settings.hybrid_suffix_min_score,
         most_others=settings.hybrid_model_draft_length,
     )

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from drafter_service.drafter import DraftedToken, DraftView, DraftWork, Outcome, Progress
 from drafter_service.registry import BuiltMethod, info_without_model
-from paceline.lookup.suffix import SuffixCache, SuffixSession
-from paceline.lookup.suffix_tree import prepare
+from drafter_service.suffixes import SessionSuffixes, suffix_cache
+from paceline.lookup.suffix import SuffixCache
 from paceline.settings import DrafterSettings
 
 _ANY_CONTEXT = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SuffixState:
-    """The tokens of a session that have been looked at, and where all are."""
-
-    lookup: SuffixSession
-    session: DraftView
-
-    def catch_up(self) -> None:
-        self.lookup.extend(self.session.ids[len(self.lookup) : self.session.committed_length])
 
 
 class SuffixMethod:
@@ -39,47 +27,34 @@ class SuffixMethod:
     def __init__(self, cache: SuffixCache) -> None:
         self._cache = cache
 
-    def open(self, session: DraftView) -> SuffixState:
-        spec = session.spec
-        # What a session is opened with is not its own doing: the prompt, or an answer that began at another drafter.
-        lookup = self._cache.session(spec.tenant, prompt_length=session.committed_length, vocab_size=spec.vocab_size)
-        return SuffixState(lookup, session)
+    def open(self, session: DraftView) -> SessionSuffixes:
+        return SessionSuffixes(self._cache, session)
 
-    def draft(self, batch: Sequence[DraftWork[SuffixState]]) -> Sequence[Outcome]:
+    def draft(self, batch: Sequence[DraftWork[SessionSuffixes]]) -> Sequence[Outcome]:
         return [Progress(drafted=self._propose(work)) for work in batch]
 
-    def rewind(self, state: SuffixState, length: int) -> None:
+    def rewind(self, state: SessionSuffixes, length: int) -> None:
         """The tree holds committed tokens alone, and those are never taken back."""
 
-    def pending_tokens(self, state: SuffixState, session: DraftView) -> int:
+    def pending_tokens(self, state: SessionSuffixes, session: DraftView) -> int:
         return 0
 
-    def close(self, state: SuffixState) -> None:
-        """The output, to its last committed token, is there for the tenant's later sessions."""
-        state.catch_up()
-        state.lookup.close()
+    def close(self, state: SessionSuffixes) -> None:
+        state.close()
 
     @staticmethod
-    def _propose(work: DraftWork[SuffixState]) -> Sequence[DraftedToken]:
-        work.state.catch_up()
+    def _propose(work: DraftWork[SessionSuffixes]) -> Sequence[DraftedToken]:
         if not work.max_tokens:
+            work.state.catch_up()
             return ()
         drafted = tuple(work.session.ids[work.session.committed_length :])
-        ids = work.state.lookup.propose((), len(drafted) + work.max_tokens).ids
+        ids = work.state.propose((), len(drafted) + work.max_tokens).ids
         if ids[: len(drafted)] != drafted:
             return ()  # other tokens follow, by now, than were drafted when less was known
         return [DraftedToken(token_id) for token_id in ids[len(drafted) :]]
 
 
 def build(settings: DrafterSettings) -> BuiltMethod:
-    """Ready at once: what is compiled is compiled, or read from the disk, before the first session."""
-    prepare()
-    cache = SuffixCache(
-        max_tree_depth=settings.suffix_decoding_max_tree_depth,
-        max_spec_factor=settings.suffix_decoding_max_spec_factor,
-        min_token_prob=settings.suffix_decoding_min_token_prob,
-        max_cached_requests=settings.suffix_decoding_max_cached_requests,
-        max_cached_bytes=settings.suffix_decoding_max_cached_mib * 2**20,
-    )
-    method = SuffixMethod(cache)
+    """Needs nothing but the settings."""
+    method = SuffixMethod(suffix_cache(settings))
     return BuiltMethod(method, info_without_model("suffix", max_context=method.max_context))

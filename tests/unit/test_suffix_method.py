@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from drafter_service.drafter import DraftSession, DraftWork, Progress
-from drafter_service.methods.suffix import SuffixMethod, SuffixState, build
+from drafter_service.methods.suffix import SuffixMethod, build
 from drafter_service.registry import build_method
+from drafter_service.suffixes import SessionSuffixes
 from orchestrator.loop import SpeculationPlan, run_session
 from paceline.generation import Schedule
 from paceline.lookup.suffix import SuffixCache
@@ -43,7 +44,7 @@ class Drafting:
     def __init__(self, method: SuffixMethod, ids: Sequence[int] = PROMPT, **changes: Any) -> None:
         self.method = method
         self.view = DraftSession(spec(**changes), ids)
-        self.state: SuffixState = method.open(self.view)
+        self.state: SessionSuffixes = method.open(self.view)
 
     def commit(self, ids: Sequence[int]) -> None:
         """Forget what is drafted, then commit more tokens."""
@@ -95,7 +96,7 @@ def test_a_session_that_only_catches_up_drafts_nothing() -> None:
     """Room for no token is a commit to be followed."""
     session = Drafting(method_of(), (1, 2, 1))
     assert session.draft(0) == ()
-    assert len(session.state.lookup) == 3
+    assert len(session.state) == 3
 
 
 def test_an_answer_serves_its_tenant_to_the_last_token_and_nobody_else() -> None:
