@@ -126,4 +126,5 @@ def build(settings: DrafterSettings) -> BuiltMethod:
         min_score=settings.hybrid_suffix_min_score,
         most_others=settings.hybrid_model_draft_length,
     )
-    return replace(built, method=method)
+    # What the model's evaluation recorded holds where it drafts alone: here it drafts what does not repeat itself.
+    return replace(built, method=method, info=replace(built.info, expected_acceptance=()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,14 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter_service.drafter import DraftedToken, DraftMethod, DraftSession, DraftWork, Outcome, Progress
+from drafter_service.methods import draft_model
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState
-from drafter_service.methods.hybrid import HybridMethod, HybridState
+from drafter_service.methods.hybrid import HybridMethod, HybridState, build
 from drafter_service.methods.suffix import SuffixMethod
+from drafter_service.registry import BuiltMethod
 from orchestrator.loop import OfferedDraft, SpeculationPlan, run_session
 from paceline.generation import Schedule
 from paceline.lookup.suffix import SuffixCache
 from paceline.prefix import TokenPrefix
 from paceline.sampling import TokenHistory, draw_draft_token
+from paceline.settings import DrafterSettings
 from paceline.types import MAX_CREDIT, Draft, SessionSpec, SpeculationStats, VerificationRule
 from tests.exactness.chi_square import SIGNIFICANCE, conditional_p_value
 from tests.fakes import (
@@ -34,6 +37,7 @@ from tests.fakes import (
     LocalDrafts,
     LocalTarget,
     Logits,
+    fake_info,
     hashed_logits,
     markov_logits,
     spec_of,
@@ -403,3 +407,11 @@ async def test_under_rejection_the_law_is_the_targets(schedule: Schedule, answer
     assert sum(bool(draft.ids) and not draft.distributions for draft in found) > 5 * answers
     assert sum(bool(draft.distributions) for draft in found) > 5 * answers
     assert conditional_p_value(counts, torch.tensor(TARGET_ROWS)) > SIGNIFICANCE
+
+
+def test_the_mix_is_not_held_to_the_record_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's evaluation counted all tokens, and here it drafts the harder ones."""
+    hybrid = Hybrid()
+    info = replace(fake_info(hybrid.model, method="draft_model"), expected_acceptance=((0.0, 0.6),))
+    monkeypatch.setattr(draft_model, "build", lambda _: BuiltMethod(hybrid.method, info))
+    assert build(DrafterSettings.model_validate({"method": "hybrid"})).info == replace(info, expected_acceptance=())
