@@ -54,6 +54,9 @@ class InstantModel:
     def new_cache(self) -> InstantCache:
         return InstantCache()
 
+    def fork(self, cache: InstantCache, length: int) -> InstantCache:
+        return InstantCache(length)
+
     def reserve(self, cache: InstantCache, length: int) -> bool:
         return True
 

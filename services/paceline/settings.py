@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from paceline.types import MAX_DRAFT_LENGTH
+from paceline.types import MAX_DRAFT_LENGTH, MAX_FAN_OUT
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -109,6 +109,17 @@ class ModelServiceSettings(ServiceSettings):
         le=60_000,
         description="Hold every model step to so many milliseconds, to stand for other hardware; 0 does not.",
     )
+    emulated_step_ms_per_session: float = Field(
+        0.0, ge=0, le=60_000, description="Milliseconds more for each session in a held step."
+    )
+    emulated_step_ms_per_token: float = Field(
+        0.0, ge=0, le=60_000, description="Milliseconds more for each token fed in a held step."
+    )
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether steps are held to a set time, so that no speed seen is a measurement."""
+        return max(self.emulated_step_ms, self.emulated_step_ms_per_session, self.emulated_step_ms_per_token) > 0
 
     @field_validator("max_num_batched_tokens")
     @classmethod
@@ -203,7 +214,14 @@ class OrchestratorSettings(ServiceSettings):
 
     model_config = _config("PACELINE_ORCHESTRATOR_")
 
-    target: str = Field(description="HOST:PORT of the target service; several with commas between them.")
+    colocated_target: TargetSettings | None = Field(
+        None,
+        description="Run the target in this process instead: its settings as JSON, or one by one; the others come from "
+        "PACELINE_TARGET_..., as a target service's do.",
+    )
+    target: str = Field(
+        "", validate_default=True, description="HOST:PORT of the target service; several with commas between them."
+    )
     drafter: str | None = Field(
         None, description="HOST:PORT of the drafter service, or several likewise; none decodes plainly."
     )
@@ -215,7 +233,14 @@ class OrchestratorSettings(ServiceSettings):
         "pipelined", description="Whether drafting waits for each verdict."
     )
     rule: Literal["rejection", "coupled"] = Field("coupled", description="How drafts are judged above temperature 0.")
-    draft_length: int = Field(4, ge=0, le=MAX_DRAFT_LENGTH, description="Tokens of one draft.")
+    draft_length: Annotated[int, Field(ge=0, le=MAX_DRAFT_LENGTH)] | Literal["auto"] = Field(
+        "auto",
+        description="Tokens of one draft; auto decides round by round from what is measured, and not to draft at all where "
+        "that does not pay.",
+    )
+    fan_out: Annotated[int, Field(ge=0, le=MAX_FAN_OUT)] | Literal["auto"] = Field(
+        "auto", description="Most guesses at one position that branches are drafted for; 0: no branches."
+    )
     fallback: Literal["ngram", "suffix", "none"] = Field(
         "ngram", description="What drafts when the drafter does not answer."
     )
@@ -234,6 +259,13 @@ class OrchestratorSettings(ServiceSettings):
     )
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that name none.")
     max_prompt_tokens: int = Field(131_072, ge=1, description="Longest prompt taken, whatever the model's context.")
+
+    @field_validator("target")
+    @classmethod
+    def _one_kind_of_target(cls, value: str, others: ValidationInfo) -> str:
+        if value and others.data.get("colocated_target"):
+            raise ValueError("goes without --colocated-target; give one of the two")
+        return value
 
     @field_validator("drafter")
     @classmethod

@@ -326,6 +326,129 @@ def test_what_was_shared_behind_an_evicted_block_is_neither_found_nor_kept_for_e
     assert pool.evicted_blocks == 2
 
 
+def fork(pool: BlockPool, table: BlockTable, length: int) -> BlockTable:
+    forked = pool.fork(table, length)
+    pool.check()
+    return forked
+
+
+@pytest.mark.parametrize(("length", "held"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (10, 3)])
+def test_fork_holds_the_blocks_of_its_tokens_and_takes_no_memory(length: int, held: int) -> None:
+    """It has the first tokens in the very same blocks, without those behind them or the room reserved there."""
+    pool = Pool()
+    table = a_table(pool, 10)
+    assert pool.reserve(table, 20) == []
+    before = pool.held_tokens
+    forked = fork(pool, table, length)
+    assert (forked.length, forked.blocks, pool.held_tokens) == (length, table.blocks[:held], before)
+    with pytest.raises(AssertionError):
+        pool.fork(table, 11)
+
+
+def test_first_of_two_forks_to_write_into_their_block_copies_it() -> None:
+    """The other is then alone with it and writes it in place, whichever of the two it is."""
+    pool = Pool()
+    tables = [table := a_table(pool, 6), fork(pool, table, 6), fork(pool, table, 5)]
+    shared = table.blocks[1]
+    assert grow(pool, tables[2], 7) == [BlockCopy(shared, tables[2].blocks[1])]
+    assert grow(pool, tables[0], 7) == [BlockCopy(shared, tables[0].blocks[1])]
+    assert grow(pool, tables[1], 7) == []
+    assert tables[1].blocks[1] == shared
+    assert len({table.blocks[0] for table in tables}) == 1
+
+
+def test_fork_at_a_border_between_blocks_owes_no_copy() -> None:
+    """What the two write lies in blocks that each has for itself."""
+    pool = Pool()
+    table = a_table(pool, 8)
+    forked = fork(pool, table, 8)
+    assert (grow(pool, table, 9), grow(pool, forked, 9)) == ([], [])
+    assert table.blocks[:2] == forked.blocks[:2]
+    assert table.blocks[2] != forked.blocks[2]
+
+
+def test_room_for_the_copy_is_counted() -> None:
+    """A fork that would have to copy waits for room like any other, until the other has gone."""
+    pool = Pool(3)
+    table = a_table(pool, 6)
+    forked = fork(pool, table, 6)
+    assert grow(pool, table, 9) is None
+    assert pool.reserve(forked, 12) is None
+    assert forked.blocks == table.blocks
+    pool.release(table)
+    assert grow(pool, forked, 12) == []
+
+
+def test_room_reserved_before_a_fork_is_not_written_without_a_copy() -> None:
+    """To extend either side in the block they share, without a new reservation, is our own mistake."""
+    pool = Pool()
+    table = a_table(pool, 6)
+    assert pool.reserve(table, 8) == []
+    forked = fork(pool, table, 6)
+    for either in (table, forked):
+        with pytest.raises(AssertionError):
+            pool.extend(either, 1)
+
+
+def test_truncation_and_release_leave_forks_alone() -> None:
+    """A block is given back with its last holder, and one cut within a full block copies it before it goes on."""
+    pool = Pool()
+    table = a_table(pool, 8)
+    first, second = fork(pool, table, 8), fork(pool, table, 8)
+    pool.truncate(table, 6)
+    assert grow(pool, table, 8) == [BlockCopy(first.blocks[1], table.blocks[1])]
+    pool.release(table)
+    pool.release(first)
+    pool.check()
+    assert pool.held_tokens == 8
+    pool.truncate(second, 6)
+    assert grow(pool, second, 8) == []
+    pool.release(second)
+    assert pool.held_tokens == 0
+
+
+def test_fork_of_a_shared_prefix_goes_on_with_it() -> None:
+    """What its table had shared it need not look up again, and it shares what it writes behind that."""
+    pool = Pool()
+    table = a_table(pool, 6, shared=PROMPT[:6])
+    forked = fork(pool, table, 5)
+    assert forked.prefix_uids == table.prefix_uids
+    assert fork(pool, table, 3).prefix_uids == []
+    grow(pool, forked, 12)
+    pool.share_prefix(forked, PROMPT)
+    assert reuse(pool, PROMPT).blocks == forked.blocks
+
+
+def test_block_that_one_fork_shares_may_be_held_by_another() -> None:
+    """The other may know only part of its tokens: then it goes on in a copy, and later shares those under its own."""
+    pool = Pool()
+    table = a_table(pool, 8)
+    forked = fork(pool, table, 6)
+    pool.share_prefix(table, PROMPT[:8])
+    pool.check()
+    assert grow(pool, forked, 8) == [BlockCopy(table.blocks[1], forked.blocks[1])]
+    pool.share_prefix(forked, b"aaaabbxx")
+    pool.check()
+    assert reuse(pool, b"aaaabbxx").blocks == forked.blocks
+    assert reuse(pool, PROMPT[:8]).blocks == table.blocks
+
+
+def test_fork_shares_a_prefix_whose_head_was_evicted() -> None:
+    """Its own block becomes the new head, and a block that its twin has shared already stays what it is."""
+    pool = Pool(4)
+    other = a_table(pool, 4, shared=PROMPT)
+    table = a_table(pool, 8)
+    forked = fork(pool, table, 8)
+    pool.share_prefix(table, PROMPT[:8])  # Its second block is shared behind the other table's first.
+    pool.release(other)
+    assert grow(pool, forked, 16) == []
+    assert pool.evicted_blocks == 1
+    pool.share_prefix(forked, PROMPT)
+    pool.check()
+    assert forked.prefix_uids[1] == table.prefix_uids[1]
+    assert reuse(pool, PROMPT).blocks == forked.blocks[:1]
+
+
 @dataclass
 class Written:
     """A session of the random test: its known tokens, of which the first are written."""
@@ -360,8 +483,8 @@ class Simulation:
             self._open(session)
         else:
             self.random.choices(
-                [self._step, self._truncate, self._share, self._reuse, self._preempt, self._close],
-                weights=[6, 4, 6, 3, 1, 3],
+                [self._step, self._truncate, self._share, self._reuse, self._preempt, self._close, self._fork],
+                weights=[6, 4, 6, 3, 1, 4, 3],
             )[0](session)
         self.look_over()
 
@@ -451,6 +574,13 @@ class Simulation:
         """Its tokens will be written again."""
         self.pool.release(session.table)
 
+    def _fork(self, session: Written) -> None:
+        """At its end or anywhere before; other tokens follow, or the same."""
+        length = self.random.choice([session.table.length, self.random.randint(0, session.table.length)])
+        text = session.text if self.random.random() < 0.3 else session.text[:length]
+        self.sessions.append(Written(self.pool.fork(session.table, length), text))
+        self.seen["forks"] += length > 0
+
     def _close(self, session: Written) -> None:
         """Whatever it was at, and whatever it had reserved."""
         self.pool.release(session.table)
@@ -479,4 +609,4 @@ def test_random_sessions_read_back_their_own_tokens() -> None:
         assert (simulation.pool.held_tokens, simulation.pool.free_tokens) == (0, num_blocks * 2)
         seen += simulation.seen
         seen.update(reused=simulation.pool.reused_tokens, evicted=simulation.pool.evicted_blocks)
-    assert all(seen[event] >= 100 for event in ("full", "copies", "reused", "evicted")), seen
+    assert all(seen[event] >= 100 for event in ("full", "copies", "forks", "reused", "evicted")), seen

@@ -212,6 +212,57 @@ def test_sessions_that_share_blocks_get_the_rows_of_their_own(tiny: CausalModel)
     assert_same_rows(logits_of(tiny, first, [3]), logits_of(tiny, _fed(tiny, IDS[:40]), [3]))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forks_of_forks_get_the_rows_of_their_own(family: str, tmp_path: Path) -> None:
+    """Eight sequences with one beginning, stepped together: each has the rows that its tokens have alone.
+
+    They part at the end, within a block and at its border. Six of them, their ancestor too, write into one block that
+    they share in the same step, and some of them once more after a rollback into it.
+    """
+    model = load_tiny(tmp_path, family=family)
+    root = (_fed(model, IDS[:37]), IDS[:37])
+
+    def fork(parent: tuple[BlockTable, list[int]], length: int) -> tuple[BlockTable, list[int]]:
+        return model.fork(parent[0], length), parent[1][:length]
+
+    forks = [fork(root, length) for length in (37, 37, 36, 32, 20)]
+    lines = [root, *forks, fork(forks[0], 36), fork(forks[3], 31)]
+    held_tokens = model.memory.held_tokens
+    for cut, count in ((0, 3), (2, 4), (0, 1)):
+        for number, (cache, ids) in enumerate(lines):
+            length = cache.length - cut * (number % 2)
+            model.truncate(cache, length)
+            ids[length:] = [(101 * number + 7 * n) % TINY_VOCAB_SIZE for n in range(length, length + count)]
+        got = model.step([Extension(cache, ids[cache.length :], count) for cache, ids in lines])
+        model.memory.check()
+        for rows, (cache, ids) in zip(got, lines, strict=True):
+            assert cache.length == len(ids)
+            assert_same_rows(rows, logits_of(model, alone := model.new_cache(), ids, count))
+            model.release(alone)
+    assert held_tokens == 3 * model.memory.block_size
+
+
+def test_forks_cost_no_memory_until_they_are_fed_and_count_it_then(tmp_path: Path) -> None:
+    """A memory of four blocks, three of them full: two forks fit, and room for a copy is asked for like any other."""
+    model = load_tiny(tmp_path, limits=MemoryLimits(kv_budget_tokens=64))
+    root = _fed(model, IDS[:40])
+    first, second = model.fork(root, 40), model.fork(root, 40)
+    assert (model.memory.held_tokens, model.memory.free_tokens) == (48, 16)
+    assert model.reserve(first, 41)
+    assert not model.reserve(second, 41)
+    with pytest.raises(MemoryFull):
+        model.step([Extension(first, [1], 1), Extension(second, [2], 1)])
+    model.release(root)
+    model.step([Extension(first, [1], 1), Extension(second, [2], 1)])
+    assert (first.length, second.length) == (41, 41)
+
+
+def test_forking_outside_the_cache_is_our_own_mistake(tiny: CausalModel) -> None:
+    """There is nothing to share behind the last token."""
+    with pytest.raises(AssertionError, match="fork"):
+        tiny.fork(_fed(tiny, IDS[:3]), 4)
+
+
 def test_prefixes_are_not_shared_when_told_so(tmp_path: Path) -> None:
     """Nothing is found, whatever was computed."""
     model = load_tiny(tmp_path, shares_prefixes=False)

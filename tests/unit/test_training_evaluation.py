@@ -307,6 +307,10 @@ class SlowModel:
     def release(self, cache: FakeCache) -> None:
         self.held -= 1
 
+    def fork(self, cache: FakeCache, length: int) -> FakeCache:
+        self.held += 1
+        return FakeCache(length)
+
     def reserve(self, cache: FakeCache, length: int) -> bool:
         return True
 

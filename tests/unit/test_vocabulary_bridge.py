@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from drafter_service.methods.draft_model import DraftModelMethod
-from orchestrator.loop import SpeculationPlan, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import run_session
 from paceline.engine.interface import Extension
 from paceline.engine.vocabulary import Vocabulary
 from paceline.engine.vocabulary_bridge import BridgedCache, IntersectedModel, VocabularyMap, intersected
@@ -198,16 +199,19 @@ def rows_from_scratch(ids: Sequence[int], rows: int) -> Tensor:
 
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_rows_are_those_of_the_whole_text_whatever_was_fed_cut_and_shared_before(block_size: int) -> None:
-    """400 random operations on four sessions with common beginnings; every row, and memory in the end as before."""
+    """500 random operations on four sessions with common beginnings, one of which may go on as another's fork.
+
+    Every row, and memory in the end as before.
+    """
     model, inner = model_of(num_blocks=800 // block_size, block_size=block_size)
     drawn = random.Random(block_size)
     texts = [[drawn.randrange(TARGET.size) for _ in range(20)] * 5 for _ in range(2)]
     caches = [model.new_cache() for _ in range(4)]
     reused = 0
-    for _ in range(400):
+    for _ in range(500):
         number = drawn.randrange(4)
         cache, text = caches[number], texts[number % 2]
-        match drawn.randrange(6):
+        match drawn.randrange(7):
             case 0:
                 model.truncate(cache, drawn.randrange(cache.length + 1))
             case 1 if drawn.random() < 0.3:
@@ -217,6 +221,9 @@ def test_rows_are_those_of_the_whole_text_whatever_was_fed_cut_and_shared_before
                 reused += model.reuse_prefix(cache, text) - before
             case 3:
                 model.share_prefix(cache, text[: drawn.randrange(100)])
+            case 4:
+                model.release(caches[number - 2])  # the other one with this text
+                caches[number - 2] = model.fork(cache, drawn.randrange(cache.length + 1))
             case _:
                 count = min(drawn.randrange(1, 9), len(text) - cache.length)
                 if count and model.reserve(cache, cache.length + count):
@@ -313,7 +320,7 @@ async def drafted_answer(
     async for result in run_session(
         spec,
         (0,),
-        SpeculationPlan(schedule=schedule, draft_length=3),
+        FixedPlanner(schedule=schedule, draft_length=3, rule=spec.effective_rule),
         target=LocalTarget(target, spec, meanwhile=lambda: drafts.work(4)),
         drafts=drafts,
         output=CountingOutput(max_tokens),

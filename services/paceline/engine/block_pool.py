@@ -1,7 +1,8 @@
 """Paged KV memory: which session holds which blocks, and which blocks hold a prefix that other sessions may reuse.
 
 Memory is cut into blocks of equally many tokens. A session's tokens lie in the blocks of its table, in order; whoever
-owns the memory itself looks up there where to read and write. Used by one thread; the figures may be read from any
+owns the memory itself looks up there where to read and write. A table can be forked: the two share the blocks of the
+tokens that both have. Used by one thread; the figures may be read from any
 other. Knows nothing of tensors, steps or scheduling: blocks are numbers.
 """
 
@@ -21,7 +22,7 @@ _NO_UID = 0  # of a block that is not shared, and of what lies before a first bl
 
 
 class BlockTable:
-    """One session's cache: `length` tokens, which lie in `blocks` in order. Changed by its pool alone.
+    """One cache: `length` tokens, which lie in `blocks` in order. Changed by its pool alone.
 
     There may be more blocks than the tokens need: room that was reserved.
     """
@@ -47,13 +48,14 @@ class BlockCopy:
 class BlockPool:
     """Blocks, their holders and the prefixes they share.
 
-    A block is shared once it is registered. A registered block is never written again, keeps its contents when nobody
-    holds it any longer, and is then evictable: least recently held first, and only when no block is free.
+    A block is shared once it is registered, and among forks as long as two of them hold it. A shared block is never
+    written. A registered one keeps its contents when nobody holds it any longer, and is then evictable: least recently
+    held first, and only when no block is free.
 
     Invariant: each block is exactly one of free, evictable (registered, without holders) and held; its reference count
-    is the number of tables that hold it; one that two tables hold is registered. A key of the shared prefixes leads to
-    the block that has it. No table has more tokens than its blocks can hold, and only the block that its last token
-    lies in may be registered without being part of its shared prefix (it was, before the table was truncated).
+    is the number of tables that hold it, all of them in the same place. A key of the shared prefixes leads to the block
+    that has it. No table has more tokens than its blocks can hold, and a block that holds none of a table's tokens yet
+    is no other's and is not registered.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
@@ -94,6 +96,21 @@ class BlockPool:
         self._tables.add(table)
         return table
 
+    def fork(self, table: BlockTable, length: int) -> BlockTable:
+        """A new table of the first `length` tokens, in the same blocks; what either does next is not seen by the other.
+
+        It takes no memory until one of the two writes where the fork ends within a block: whoever is first to do so
+        owes a copy. So what was reserved for `table` before is to be reserved again.
+        """
+        assert 0 <= length <= table.length
+        fork = self.new_table()
+        fork.blocks = table.blocks[: -(-length // self.block_size)]
+        for block in fork.blocks:
+            self._hold(block)
+        fork.length = length
+        fork.prefix_uids = table.prefix_uids[: length // self.block_size]
+        return fork
+
     def reserve(self, table: BlockTable, length: int) -> list[BlockCopy] | None:
         """Make room for `length` tokens in all, in blocks that no other table reads where tokens will be written.
 
@@ -110,7 +127,7 @@ class BlockPool:
         if needed > available:
             if shared is None or needed - 1 > available or self._references[shared] > 1:
                 return None
-            # Nobody else reads it: evicted where it is rather than copied, so that it takes no second block.
+            # Registered, but nobody else reads it: evicted where it is rather than copied, which would take a block.
             self._unregister(shared)
             shared = None
         table.blocks.extend([self._take() for _ in range(missing)])
@@ -176,7 +193,9 @@ class BlockPool:
             shared = self._registered.get(key)
             if shared is None:
                 shared = table.blocks[index]
-                self._register(shared, key)
+                # A fork may have registered it, behind a block that was evicted since; its uid stands for the same tokens.
+                if self._uids[shared] == _NO_UID:
+                    self._register(shared, key)
             table.prefix_uids.append(self._uids[shared])
 
     def check(self) -> None:
@@ -195,26 +214,30 @@ class BlockPool:
     def _check_tables(self) -> None:
         """Assert the part of the invariant that the tables bear witness to."""
         references = [0] * self.num_blocks
+        places: dict[int, int] = {}
         for table in self._tables:
             assert 0 <= table.length <= len(table.blocks) * self.block_size
             assert len(table.prefix_uids) <= table.length // self.block_size
-            private = table.blocks[len(table.prefix_uids) :]
-            assert {block for block in private if self._keys[block] is not None} <= {self._shared_tail(table)}
-            for block in table.blocks:
+            unwritten = table.blocks[-(-table.length // self.block_size) :]
+            assert not any(self._is_shared(block) for block in unwritten), "a block is shared before it is written"
+            for place, block in enumerate(table.blocks):
                 references[block] += 1
+                assert places.setdefault(block, place) == place, "a block is in two places"
         assert references == self._references, "reference counts differ from the holders"
-        assert all(self._keys[block] is not None for block, count in enumerate(references) if count > 1)
 
     def _shared_tail(self, table: BlockTable) -> int | None:
         """The block that the next token would lie in, if that is shared and so must not be written.
 
-        No other block can be: those before are full, and those behind were reserved, never filled and registered.
+        No other block matters: those before are full, and those behind were reserved for this table alone.
         """
         index, offset = divmod(table.length, self.block_size)
         if offset == 0:
             return None
         block = table.blocks[index]
-        return None if self._uids[block] == _NO_UID else block
+        return block if self._is_shared(block) else None
+
+    def _is_shared(self, block: int) -> bool:
+        return self._uids[block] != _NO_UID or self._references[block] > 1
 
     def _replace_tail(self, table: BlockTable, shared: int) -> BlockCopy:
         """Put a private block where the table's next token would lie in a shared one."""
@@ -235,7 +258,7 @@ class BlockPool:
         return block
 
     def _hold(self, block: int) -> None:
-        """One holder more of a registered block."""
+        """One holder more of a block that is held, or evictable."""
         if self._references[block] == 0:
             del self._evictable[block]
             self._held_blocks += 1

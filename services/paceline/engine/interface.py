@@ -64,6 +64,13 @@ class Model(Protocol[CacheT]):
     def new_cache(self) -> CacheT:
         """An empty cache; it holds no memory."""
 
+    def fork(self, cache: CacheT, length: int) -> CacheT:
+        """A new cache of the first `length` tokens; neither sees what the other is fed or forgets afterwards.
+
+        They share their memory until one of them is fed: where that takes a copy, `reserve` counts the room for it. So
+        what was reserved for `cache` before is to be reserved again.
+        """
+
     def reserve(self, cache: CacheT, length: int) -> bool:
         """Make room for `length` tokens in all; False, and all is as it was, if there is too little free memory."""
 

@@ -50,11 +50,19 @@ class KVMemory:
         self.scratch_slot = num_blocks * block_size
         slots = self.scratch_slot + block_size
 
-        def allocate(heads: int, dim: int) -> Tensor:
-            return torch.empty(slots, heads, dim, dtype=dtype, device=device).zero_()
+        def allocate(shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+            """One tensor a layer; layers of equal shapes are slices of one allocation."""
+            kinds = {
+                shape: torch.empty(shapes.count(shape), slots, *shape, dtype=dtype, device=device).zero_()
+                for shape in dict.fromkeys(shapes)
+            }
+            self._stacks += kinds.values()
+            slices = {shape: iter(stack) for shape, stack in kinds.items()}
+            return [next(slices[shape]) for shape in shapes]
 
-        self.keys = [allocate(layer.kv_heads, layer.key_dim) for layer in layers]
-        self.values = [allocate(layer.kv_heads, layer.value_dim) for layer in layers]
+        self._stacks: list[Tensor] = []  # [layers of one kind, slots, kv_heads, dim]
+        self.keys = allocate([(layer.kv_heads, layer.key_dim) for layer in layers])
+        self.values = allocate([(layer.kv_heads, layer.value_dim) for layer in layers])
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer by block, [num_blocks, block_size, kv_heads, dim]."""
@@ -74,14 +82,14 @@ class KVMemory:
         self.values[layer].index_copy_(0, slots, values)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks, in all layers."""
+        """Copy whole blocks, in all layers at once."""
         for copy in copies:
             source, destination = (
                 slice(block * self.block_size, (block + 1) * self.block_size)
                 for block in (copy.source, copy.destination)
             )
-            for stored in (*self.keys, *self.values):
-                stored[destination] = stored[source]
+            for stack in self._stacks:
+                stack[:, destination] = stack[:, source]
 
 
 def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:

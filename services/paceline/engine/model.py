@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,10 @@ class CausalModel:
     def new_cache(self) -> BlockTable:
         return self.memory.new_table()
 
+    def fork(self, cache: BlockTable, length: int) -> BlockTable:
+        assert 0 <= length <= cache.length, f"cannot fork {length} of {cache.length} cached tokens"
+        return self.memory.fork(cache, length)
+
     def reserve(self, cache: BlockTable, length: int) -> bool:
         copies = self.memory.reserve(cache, length)
         if copies:
@@ -280,7 +285,7 @@ class CausalModel:
             for rows in (batch.ids, batch.positions, batch.slots, batch.logit_rows)
         )
         logits = self._run(ids, positions, logit_rows, self._attention(self._kv_memory, batch, slots))
-        return self._noisy(logits, ids[logit_rows], positions[logit_rows])
+        return self._noisy(logits, ids, positions, logit_rows)
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
         """The logits of one token a session, from tensors that stay in place."""
@@ -294,14 +299,15 @@ class CausalModel:
             most_rows=1,
             longest=self.max_context,
         )
-        logits = self._run(inputs.ids, inputs.positions, sessions[:-1].long(), attention)
-        return self._noisy(logits, inputs.ids, inputs.positions)
+        rows = sessions[:-1].long()
+        logits = self._run(inputs.ids, inputs.positions, rows, attention)
+        return self._noisy(logits, inputs.ids, inputs.positions, rows)
 
-    def _noisy(self, logits: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
+    def _noisy(self, logits: Tensor, ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         if not self._logit_noise:
             return logits
-        noise = hashed_noise(ids, positions, vocab_size=self.vocab_size)
-        return logits + self._logit_noise * noise.to(logits.dtype)
+        noise = hashed_noise(ids[logit_rows], positions[logit_rows], vocab_size=self.vocab_size)
+        return logits.add_(noise.to(logits.dtype), alpha=self._logit_noise)
 
     def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor, attention: Attention) -> Tensor:
         # No attention mask: nothing is padded, and who sees whom is decided in the attention itself.
@@ -423,17 +429,23 @@ def hashed_noise(
 
     Integer mixing as in `prefix.extend_digest`. For tests and benchmarks; no sampling draws on it.
     """
-    keys = _mix(_mix(token_ids)[:, None] ^ positions[:, None])
-    words = _mix(keys ^ _mix(torch.arange(vocab_size, device=token_ids.device)))
-    uniform = ((words >> 40) & 0xFF_FFFF).float().add_(0.5).mul_(2.0**-24)  # inside (0, 1)
-    return (uniform - 0.5) * math.sqrt(12.0)
+    keys = _mix(_mix(token_ids).bitwise_xor_(positions))
+    words = _mix(keys[:, None] ^ _mixed_indices(vocab_size, token_ids.device))
+    uniform = words.bitwise_right_shift_(40).bitwise_and_(0xFF_FFFF).float().add_(0.5).mul_(2.0**-24)  # inside (0, 1)
+    return uniform.sub_(0.5).mul_(math.sqrt(12.0))
+
+
+@cache
+def _mixed_indices(vocab_size: int, device: torch.device) -> Tensor:  # [vocab_size] int64
+    """Shared between callers, so not to be changed."""
+    return _mix(torch.arange(vocab_size, device=device))
 
 
 def _mix(words: Tensor) -> Tensor:
     """The finaliser of MurmurHash3, on int64 words whose products wrap around."""
-    mixed = (words + 1) * (0xFF51AFD7ED558CCD - 2**64)
-    mixed = (mixed ^ ((mixed >> 33) & 0x7FFF_FFFF)) * (0xC4CEB9FE1A85EC53 - 2**64)
-    return mixed ^ ((mixed >> 33) & 0x7FFF_FFFF)
+    mixed = (words + 1).mul_(0xFF51AFD7ED558CCD - 2**64)
+    mixed.bitwise_xor_((mixed >> 33).bitwise_and_(0x7FFF_FFFF)).mul_(0xC4CEB9FE1A85EC53 - 2**64)
+    return mixed.bitwise_xor_((mixed >> 33).bitwise_and_(0x7FFF_FFFF))
 
 
 def _choose_device(requested: str) -> torch.device:

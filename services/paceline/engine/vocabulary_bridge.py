@@ -165,6 +165,13 @@ class IntersectedModel(Generic[CacheT]):
     def new_cache(self) -> BridgedCache[CacheT]:
         return BridgedCache(self._model.new_cache())
 
+    def fork(self, cache: BridgedCache[CacheT], length: int) -> BridgedCache[CacheT]:
+        assert 0 <= length <= cache.length, f"cannot fork {length} of {cache.length} cached tokens"
+        end = cache.end_of(length)
+        fork = BridgedCache(self._model.fork(cache.inner, end))
+        fork.fed, fork.ends = cache.fed[:end], cache.ends[:length]
+        return fork
+
     def reserve(self, cache: BridgedCache[CacheT], length: int) -> bool:
         """Room for the most that `length` tokens can be spelled with."""
         most_new = (length - cache.length) * _MOST_PIECES + len(self._map.start)
