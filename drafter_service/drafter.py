@@ -1,8 +1,8 @@
-"""Drafting for many sessions: how far each may draft, what it rolls back, when a draft is pushed.
+"""Drafting for many sessions: who is served in a step and with how many lines, and what becomes of it.
 
-A session drafts past the draft in flight as far as its credit goes. A commit keeps what agrees with the tokens drafted
-already and rolls back the rest. Each step takes all sessions with work. Knows nothing of streams, protobuf, threads, or
-of how a method finds its tokens and what fits into one step.
+Each step takes all sessions with work: the likeliest line of each, then branches. A commit keeps what agrees with the
+tokens drafted already and rolls back the rest. Knows nothing of streams, protobuf, threads, or of how a method finds its
+tokens and what fits into one step.
 """
 
 from __future__ import annotations
@@ -10,253 +10,63 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 import structlog
 
-from paceline.engine.interface import Memory
+from drafter_service.likelihood import Sharpness
+from drafter_service.lines import Bud, Line
+from drafter_service.method import BranchingMethod, DraftMethod, DraftWork, Outcome, Progress, StateT
+from drafter_service.session import Commit, Drafted, DraftSession, Urgency
 from paceline.engine.step_plan import StepReport
-from paceline.errors import ContextTooLong, LengthMismatch, PacelineError, PayloadInvalid, internal_error
-from paceline.prefix import TokenPrefix
-from paceline.sampling import SparseDistribution
+from paceline.errors import ContextTooLong, PacelineError, PayloadInvalid, internal_error
 from paceline.sessions import Address, Close, Event, Held, Open, PeerGone, SessionTable
-from paceline.types import SessionSpec
+from paceline.types import VerificationRule
 
 logger = structlog.get_logger(__name__)
 
-StateT = TypeVar("StateT")
-
-
-@dataclass(frozen=True, slots=True)
-class DraftedToken:
-    """One proposed token, and what it was drawn from where the rule needs it (None: deterministic)."""
-
-    token_id: int
-    distribution: SparseDistribution | None = None
-
-
-class DraftView(Protocol):
-    """What a method may see of a session."""
-
-    spec: SessionSpec
-    committed_length: int
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Committed tokens, then those drafted behind them."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftWork(Generic[StateT]):
-    """What one session wants: up to `max_tokens` tokens that continue its ids; 0: to catch up with the committed ones,
-    so that the next draft starts at once."""
-
-    state: StateT
-    session: DraftView
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a step did for one session.
-
-    `drafted` is what it asked for: up to `max_tokens` tokens, and none also where there is nothing to offer. None: it
-    has not got there yet and wants another step. With nothing fed either, it was left out.
-    """
-
-    fed_tokens: int = 0
-    drafted: Sequence[DraftedToken] | None = None
-
-    @property
-    def is_left_out(self) -> bool:
-        return self.fed_tokens == 0 and self.drafted is None
-
-
-Outcome = Progress | PacelineError
-
-
-class DraftMethod(Protocol[StateT]):
-    """A way of drafting. `StateT` is what it keeps for a session, from `open` until `close`."""
-
-    @property
-    def max_context(self) -> int: ...
-
-    @property
-    def memory(self) -> Memory | None:
-        """That of its model; None without one."""
-
-    @property
-    def preemptions(self) -> int:
-        """How often a session gave up its memory for others, to be computed again; 0 without a model."""
-
-    def open(self, session: DraftView) -> StateT:
-        """State for a new session; does no model work and holds no memory."""
-
-    def draft(self, batch: Sequence[DraftWork[StateT]]) -> Sequence[Outcome]:
-        """One step for as many of these sessions as it can take, the first ones first; what came of each of them.
-
-        At most one model step. The outcome of a session that cannot go on is its error; an error raised is nobody's in
-        particular, and every state is then still good to be tried again.
-        """
-
-    def rewind(self, state: StateT, length: int) -> None:
-        """Only the first `length` of the session's ids are still what they were."""
-
-    def pending_tokens(self, state: StateT, session: DraftView) -> int:
-        """Committed tokens that are yet to be fed; 0 without a model."""
-
-    def close(self, state: StateT) -> None:
-        """The session has ended, in whatever way: give back all it holds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """What is committed, and how far to draft."""
-
-    address: Address
-    base_length: int
-    committed_ids: tuple[int, ...]  # the last of the base_length tokens
-    draft_length: int
-    credit: int  # tokens beyond base_length that may be drafted
-
-
 Command = Open | Commit | Close | PeerGone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafted:
-    """A draft ready to be pushed, continuing the prefix of `base_length` tokens with that digest."""
-
-    base_length: int
-    prefix_digest: int
-    tokens: tuple[DraftedToken, ...]
-    vocab_size: int  # of the target
-    draft_time_s: float  # of all steps that the session took part in for it
-
-
 DrafterEvent = Event[Drafted]
-
-
-class Urgency(Enum):
-    """Which sessions are served first."""
-
-    WAITING = auto()  # nothing of the next draft is out yet: an orchestrator may be waiting
-    AHEAD = auto()  # drafting past the draft in flight
-    INGEST = auto()  # no credit, but committed tokens that the method has not seen
-
-
-class DraftSession:
-    """One session. Invariant: `committed_length <= sent_length <= len(prefix)`; `unsent` are the tokens behind the last.
-
-    Drafted tokens are those of `prefix` behind `committed_length`; none is at or beyond `limit` when drafting begins.
-    """
-
-    def __init__(self, spec: SessionSpec, committed_ids: Sequence[int]) -> None:
-        self.spec = spec
-        self.prefix = TokenPrefix(committed_ids)
-        self.committed_length = len(committed_ids)
-        self.sent_length = self.committed_length
-        self.unsent: list[DraftedToken] = []
-        self.limit = 0
-        self.draft_length = 1
-        self.has_nothing = False  # the method had no continuation of exactly this prefix
-        self.needs_ingest = True
-        self.draft_time_s = 0.0
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self.prefix.ids
-
-    def commit(self, command: Commit, max_context: int) -> int:
-        """Take over committed tokens and credit; returns how many leading ids are unchanged.
-
-        Raises `LengthMismatch` if the tokens do not join on; the session is then as it was.
-        """
-        base_length, ids = command.base_length, command.committed_ids
-        start = base_length - len(ids)
-        if not 0 <= start <= self.committed_length:
-            raise LengthMismatch(
-                f"{len(ids)} tokens up to length {base_length} do not continue the {self.committed_length} committed "
-                "ones; open the session again from its tokens."
-            )
-        unchanged = start
-        for known, committed in zip(islice(self.ids, start, None), ids, strict=False):
-            if known != committed:
-                break
-            unchanged += 1
-        if unchanged < self.committed_length:
-            raise LengthMismatch(
-                f"The tokens up to length {base_length} contradict those committed before; open the session again."
-            )
-        if unchanged < base_length:
-            self.prefix.truncate(unchanged)
-            self.prefix.extend(ids[unchanged - start :])
-            self.sent_length, self.unsent = base_length, []
-        elif base_length > self.sent_length:
-            del self.unsent[: base_length - self.sent_length]
-            self.sent_length = base_length
-        self.needs_ingest |= base_length > self.committed_length
-        self.committed_length = base_length
-        self.draft_length = max(1, command.draft_length)
-        self.limit = min(base_length + command.credit, max_context)
-        self.has_nothing = False
-        return unchanged if unchanged < base_length else len(self.prefix)
-
-    @property
-    def room(self) -> int:
-        """How many tokens may be drafted now."""
-        return 0 if self.has_nothing else max(0, self.limit - len(self.prefix))
-
-    @property
-    def urgency(self) -> Urgency | None:
-        """What the session waits for, if anything."""
-        if not self.room:
-            return Urgency.INGEST if self.needs_ingest else None
-        return Urgency.WAITING if self.sent_length == self.committed_length else Urgency.AHEAD
-
-    def extend(self, tokens: Sequence[DraftedToken]) -> None:
-        self.prefix.extend(token.token_id for token in tokens)
-        self.unsent += tokens
-        self.has_nothing = not tokens
-
-    def take_draft(self) -> Drafted | None:
-        """What is to be pushed now, if anything: a whole draft, or what there is when drafting cannot go on."""
-        is_whole = self.sent_length == self.committed_length and len(self.unsent) >= self.draft_length
-        is_last = not self.room
-        if not is_whole and not (is_last and (self.unsent or self.has_nothing)):
-            return None
-        drafted = Drafted(
-            base_length=self.sent_length,
-            prefix_digest=self.prefix.digest(self.sent_length),
-            tokens=tuple(self.unsent),
-            vocab_size=self.spec.vocab_size,
-            draft_time_s=self.draft_time_s,
-        )
-        self.sent_length, self.unsent, self.draft_time_s = len(self.prefix), [], 0.0
-        return drafted
 
 
 @dataclass(slots=True)
 class Entry(Generic[StateT]):
     """What the session table holds for a drafter."""
 
-    session: DraftSession
-    state: StateT
+    session: DraftSession[StateT]
     queued_as: Urgency | None = None
     last_turn: int = 0  # the step that served it last, or after which it began to wait
 
+    @property
+    def state(self) -> StateT:
+        """The method's, of the likeliest line."""
+        return self.session.trunk.state
+
+    @property
+    def view(self) -> Line[StateT]:
+        """What the method sees of the likeliest line."""
+        return self.session.trunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn(Generic[StateT]):
+    """One line's part in a step."""
+
+    held: Held[Entry[StateT]]
+    line: Line[StateT]
+    work: DraftWork[StateT]
+
 
 _TURN_STEPS = 8  # so often a step begins with the session that was left out longest
+_STEP_LINES = 32  # so many are filled up with branches, which must not make a step much longer
 
 
 class Drafter(Generic[StateT]):
     """The worker of the drafter's model thread. Invariant: a session stands in the queue of its urgency, or in none.
 
     A step is offered all sessions with work: in the order of their urgency, then of waiting. Where it cannot take all,
-    each of n sessions that go on wanting something is the first in one of `_TURN_STEPS` x n steps. `on_step` hears of
-    each step, on the model thread.
+    each of n sessions that go on wanting something is the first in one of `_TURN_STEPS` x n steps. Behind all of them come
+    branches, the likeliest first. `on_step` hears of each step, on the model thread.
     """
 
     def __init__(
@@ -268,6 +78,8 @@ class Drafter(Generic[StateT]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._method, self._sessions, self._on_step, self._clock = method, sessions, on_step, clock
+        self._fork_state = method.fork if isinstance(method, BranchingMethod) else None
+        self._sharpness = {rule: Sharpness() for rule in VerificationRule}
         self._queues: dict[Urgency, dict[str, None]] = {urgency: {} for urgency in Urgency}
         self._steps = 0
         self._waits_for_room = False  # the last step could serve nobody, and nothing has happened since
@@ -305,20 +117,23 @@ class Drafter(Generic[StateT]):
     def step(self) -> Sequence[DrafterEvent]:
         """Serve all sessions with work, as far as one model step can."""
         self._steps += 1
-        turn, preemptions = self._in_order(), self._method.preemptions
-        batch = [DraftWork(held.state.state, held.state.session, held.state.session.room) for held in turn]
+        preemptions = self._method.preemptions
+        turns = self._turns()
         started_s = self._clock()
-        outcomes = self._attempt(batch)
+        outcomes = self._attempt([turn.work for turn in turns])
         seconds = self._clock() - started_s
-        report = _report(outcomes, seconds)
+        served = _served(turns, outcomes)
+        report = StepReport(len(served), _fed_tokens(outcomes), seconds)
         self._waits_for_room = report.sessions == 0
         if report.sessions:
             self._on_step(report)
         events: list[DrafterEvent] = []
-        for held, outcome in zip(turn, outcomes, strict=True):
-            events += self._settle(held, outcome, seconds)
+        for turn, outcome in zip(turns, outcomes, strict=True):
+            events += self._settle(turn, outcome)
+        for held, is_drafting in served:
+            events += self._finish(held, is_drafting=is_drafting, seconds=seconds)
         if self._method.preemptions > preemptions:
-            self._recount_all()
+            self._note_preemptions()
         return events
 
     def expire_idle(self) -> Sequence[DrafterEvent]:
@@ -327,6 +142,29 @@ class Drafter(Generic[StateT]):
             self._end(held)
             logger.info("an idle session was closed", session_id=held.address.session_id)
         return []
+
+    def _turns(self) -> list[_Turn[StateT]]:
+        """Who is offered a part in the next step: the likeliest line of each session, then branches."""
+        order = self._in_order()
+        turns = [_turn(held, held.state.session.trunk) for held in order if held.state.session.wants_trunk]
+        return turns + self._branch_turns(order, at_most=max(0, _STEP_LINES - len(turns)))
+
+    def _branch_turns(self, order: Sequence[Held[Entry[StateT]]], *, at_most: int) -> list[_Turn[StateT]]:
+        """The likeliest branches of all these sessions; those behind a guess are opened now."""
+        wishes = [(held, wish) for held in order for wish in held.state.session.branch_wishes()]
+        wishes.sort(key=lambda pair: -pair[1].likelihood)
+        lines = [
+            (held, self._open_line(held.state.session, wish) if isinstance(wish, Bud) else wish)
+            for held, wish in wishes[:at_most]
+        ]
+        # One that was to grow may have given its place to another.
+        return [_turn(held, line) for held, line in lines if held.state.session.tree.holds(line)]
+
+    def _open_line(self, session: DraftSession[StateT], bud: Bud[StateT]) -> Line[StateT]:
+        assert self._fork_state is not None, "only sessions of methods that branch have buds"
+        if len(session.tree.branches) >= session.branches:
+            self._close_line(session, session.tree.least_likely())
+        return session.tree.fork(bud, self._fork_state)
 
     def _in_order(self) -> list[Held[Entry[StateT]]]:
         """All sessions with work, in the order in which they are to be served."""
@@ -354,27 +192,43 @@ class Drafter(Generic[StateT]):
             logger.exception("a session's draft step failed", session_id=batch[0].session.spec.session_id)
             return [error if isinstance(error, PacelineError) else internal_error()]
 
-    def _settle(self, held: Held[Entry[StateT]], outcome: Outcome, seconds: float) -> Sequence[DrafterEvent]:
-        """Take in what a step did for a session."""
+    def _settle(self, turn: _Turn[StateT], outcome: Outcome) -> Sequence[DrafterEvent]:
+        """Take in what a step did for a line. A session ends with its likeliest line alone, a branch by itself."""
+        held, line, session = turn.held, turn.line, turn.held.state.session
+        if not self._is_held(held) or not session.tree.holds(line):
+            return []
+        is_trunk = line is session.trunk
         if isinstance(outcome, PacelineError):
+            if not is_trunk:
+                self._close_line(session, line)
+                return []
             self._let_go(held.address)
             return [Event(held.address, outcome)]
-        if outcome.is_left_out:
+        if outcome.drafted is None:
             return []
-        entry, session = held.state, held.state.session
-        entry.last_turn = self._steps
-        is_drafting, drafted = session.room > 0, None
-        if is_drafting:
-            session.draft_time_s += seconds
-        if outcome.drafted is not None:
+        is_drafting = turn.work.max_tokens > 0
+        if is_trunk:
             # One token is left for the next draft to feed; more where the draft was found without the model.
-            session.needs_ingest = is_drafting and self._method.pending_tokens(entry.state, session) > 1
-            if is_drafting:
-                session.extend(outcome.drafted)
-                drafted = session.take_draft()
+            session.needs_ingest = is_drafting and self._method.pending_tokens(line.state, line) > 1
+        if is_drafting:
+            session.extend(line, outcome.drafted)
+        return []
+
+    def _finish(self, held: Held[Entry[StateT]], *, is_drafting: bool, seconds: float) -> Sequence[DrafterEvent]:
+        """A step has served a session, with one line or several."""
+        if not self._is_held(held):
+            return []
+        held.state.last_turn = self._steps
+        if is_drafting:
+            held.state.session.note_step(seconds)
         self._sessions.recount(held)
+        events = self._push(held)
         self._requeue(held)
-        return [Event(held.address, drafted)] if drafted else []
+        return events
+
+    def _push(self, held: Held[Entry[StateT]]) -> list[DrafterEvent]:
+        pushed = iter(held.state.session.take_drafted, None)
+        return [Event(held.address, drafted) for drafted in pushed]
 
     def _open(self, command: Open) -> Sequence[DrafterEvent]:
         self._require_room(len(command.committed_ids))
@@ -387,8 +241,7 @@ class Drafter(Generic[StateT]):
         return events
 
     def _new_entry(self, command: Open) -> Entry[StateT]:
-        session = DraftSession(command.spec, command.committed_ids)
-        return Entry(session, self._method.open(session))
+        return Entry(DraftSession(command.spec, command.committed_ids, self._method.open, self._sharpness))
 
     def _commit(self, command: Commit) -> Sequence[DrafterEvent]:
         held = self._sessions.use(command.address)
@@ -401,20 +254,39 @@ class Drafter(Generic[StateT]):
         self._require_room(command.base_length)
         if max(command.committed_ids, default=0) >= session.spec.vocab_size:
             raise PayloadInvalid(f"The committed tokens must be ids of the target, below {session.spec.vocab_size}.")
-        before = len(session.prefix)
-        unchanged = session.commit(command, self._method.max_context)
-        if unchanged < before:
-            self._method.rewind(held.state.state, unchanged)
+        can_branch = self._fork_state is not None
+        committed = session.commit(command, self._method.max_context, can_branch=can_branch)
+        for state in committed.closed:
+            self._method.close(state)
+        if committed.rewound_to is not None:
+            self._method.rewind(session.trunk.state, committed.rewound_to)
+        while len(session.tree.branches) > session.branches:
+            self._close_line(session, session.tree.least_likely())
         self._sessions.recount(held)
         # With less credit than before, no step may follow that would push what is drafted already.
-        drafted = session.take_draft()
+        events = self._push(held)
         self._requeue(held)
-        return [Event(command.address, drafted)] if drafted else []
+        return events
 
-    def _recount_all(self) -> None:
-        """A session that gave up its memory has its tokens to feed again, whether it has work now or not."""
+    def _close_line(self, session: DraftSession[StateT], line: Line[StateT]) -> None:
+        for state in session.tree.close(line):
+            self._method.close(state)
+
+    def _note_preemptions(self) -> None:
+        """A session that gave up its memory has its tokens to feed again, whether it has work now or not.
+
+        A branch that gave up its own is not worth that.
+        """
         for held in self._sessions:
+            session = held.state.session
+            for line in session.tree.branches:
+                if session.tree.holds(line) and self._method.pending_tokens(line.state, line) > 0:
+                    self._close_line(session, line)
             self._sessions.recount(held)
+            self._requeue(held)
+
+    def _is_held(self, held: Held[Entry[StateT]]) -> bool:
+        return self._sessions.find(held.address.session_id) is held
 
     def _require_room(self, length: int) -> None:
         if length > self._method.max_context:
@@ -431,7 +303,8 @@ class Drafter(Generic[StateT]):
     def _end(self, held: Held[Entry[StateT]]) -> None:
         """Forget the work and the memory of a session that is no longer held."""
         self._dequeue(held)
-        self._method.close(held.state.state)
+        for line in held.state.session.tree.lines:
+            self._method.close(line.state)
 
     def _requeue(self, held: Held[Entry[StateT]]) -> None:
         entry, urgency = held.state, held.state.session.urgency
@@ -450,7 +323,26 @@ class Drafter(Generic[StateT]):
             held.state.queued_as = None
 
 
-def _report(outcomes: Sequence[Outcome], seconds: float) -> StepReport:
-    served = [outcome for outcome in outcomes if isinstance(outcome, PacelineError) or not outcome.is_left_out]
-    tokens = sum(outcome.fed_tokens for outcome in served if isinstance(outcome, Progress))
-    return StepReport(len(served), tokens, seconds)
+def _turn(held: Held[Entry[StateT]], line: Line[StateT]) -> _Turn[StateT]:
+    session = held.state.session
+    return _Turn(held, line, DraftWork(line.state, line, session.room_of(line), session.fan_out))
+
+
+def _is_left_out(outcome: Outcome) -> bool:
+    return isinstance(outcome, Progress) and outcome.is_left_out
+
+
+def _served(turns: Sequence[_Turn[StateT]], outcomes: Sequence[Outcome]) -> list[tuple[Held[Entry[StateT]], bool]]:
+    """The sessions that a step served, and whether with a line that was to grow."""
+    drafting: dict[str, bool] = {}
+    held_by_id = {}
+    for turn, outcome in zip(turns, outcomes, strict=True):
+        if not _is_left_out(outcome):
+            session_id = turn.held.address.session_id
+            held_by_id[session_id] = turn.held
+            drafting[session_id] = drafting.get(session_id, False) or turn.work.max_tokens > 0
+    return [(held_by_id[session_id], is_drafting) for session_id, is_drafting in drafting.items()]
+
+
+def _fed_tokens(outcomes: Sequence[Outcome]) -> int:
+    return sum(outcome.fed_tokens for outcome in outcomes if isinstance(outcome, Progress))

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from drafter_service.drafter import DraftMethod
+from drafter_service.method import DraftMethod
 from paceline.engine.memory import Allocation
 from paceline.errors import PacelineError, StartupFailed
 from paceline.settings import DrafterSettings
@@ -50,7 +50,7 @@ def build_method(settings: DrafterSettings) -> BuiltMethod:
     offers = entry_points(group=ENTRY_POINT_GROUP)
     _refuse_unless_unique(name, offers)
     built = _build_plug_in(offers[name], settings) if name in offers.names else _build_built_in(settings)
-    if settings.emulated_step_ms and not built.info.emulated:
+    if settings.is_emulated and not built.info.emulated:
         raise StartupFailed(
             f"--emulated-step-ms holds the steps of a model, and --method {name} has none that it could hold; drop it."
         )

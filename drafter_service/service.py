@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
 
-from drafter_service.drafter import Command, Drafter, DrafterEvent, DraftMethod, Entry, StateT
+from drafter_service.drafter import Command, Drafter, DrafterEvent, Entry
+from drafter_service.method import DraftMethod, StateT
 from drafter_service.registry import build_method
 from drafter_service.servicer import DrafterServicer
 from paceline.engine.memory import Allocation
@@ -37,7 +38,7 @@ def assemble(
     sessions: SessionTable[Entry[StateT]] = session_table(
         settings,
         method.memory,
-        pending_tokens_of=lambda entry: method.pending_tokens(entry.state, entry.session),
+        pending_tokens_of=lambda entry: method.pending_tokens(entry.state, entry.view),
     )
     return ModelService(
         settings,

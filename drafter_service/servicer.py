@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from drafter_service.drafter import Command, Commit, Drafted, DrafterEvent
+from drafter_service.drafter import Command, DrafterEvent
+from drafter_service.method import DraftedToken
+from drafter_service.session import Commit, Drafted
 from paceline.errors import PacelineError, PayloadInvalid
 from paceline.packing import pack_distribution
 from paceline.rpc import Context, mapped_errors
 from paceline.sessions import Address, Close, Open, PeerGone
 from paceline.streams import PeerStreams
 from paceline.telemetry import ServiceMetrics
-from paceline.types import MAX_CREDIT, MAX_DRAFT_LENGTH, Draft, ModelInfo, Proposal
+from paceline.types import MAX_BRANCHES, MAX_CREDIT, MAX_DRAFT_LENGTH, MAX_FAN_OUT, Branch, Draft, ModelInfo, Proposal
 from paceline.v1 import drafter_service_pb2 as drafter_pb
 from paceline.v1 import drafter_service_pb2_grpc as drafter_grpc
 from paceline.v1 import session_pb2 as session_pb
@@ -89,7 +91,7 @@ class DrafterServicer(drafter_grpc.DrafterServiceServicer):
         return drafter_pb.DrafterEvent(
             session_id=event.address.session_id,
             epoch=event.address.epoch,
-            proposal=proposal_to_proto(_packed(event.outcome)),
+            proposal=proposal_to_proto(proposal_of(event.outcome)),
         )
 
 
@@ -99,27 +101,47 @@ def _commit_command(address: Address, message: drafter_pb.Commit, *, vocab_size:
             f"A draft holds at most {MAX_DRAFT_LENGTH} tokens and credit at most {MAX_CREDIT}, "
             f"not {message.draft_length} and {message.credit}."
         )
+    if message.branches > MAX_BRANCHES or message.fan_out > MAX_FAN_OUT:
+        raise PayloadInvalid(
+            f"A session has at most {MAX_BRANCHES} branches and {MAX_FAN_OUT} guesses at one position, "
+            f"not {message.branches} and {message.fan_out}."
+        )
+    if not 0.0 <= message.acceptance <= 1.0:
+        raise PayloadInvalid(f"The acceptance must lie in [0, 1], not {message.acceptance}.")
     return Commit(
         address=address,
         base_length=message.base_length,
         committed_ids=check_ids(message.committed_ids, vocab_size=vocab_size, what="The committed tokens"),
         draft_length=message.draft_length,
         credit=message.credit,
+        branches=message.branches,
+        fan_out=message.fan_out,
+        acceptance=message.acceptance,
     )
 
 
-def _packed(drafted: Drafted) -> Proposal:
-    distributions = tuple(
-        pack_distribution(token.distribution, vocab_size=drafted.vocab_size)
-        for token in drafted.tokens
-        if token.distribution is not None
-    )
+def proposal_of(drafted: Drafted) -> Proposal:
+    """What was drafted, as it travels."""
     return Proposal(
         base_length=drafted.base_length,
         prefix_digest=drafted.prefix_digest,
-        draft=Draft(tuple(token.token_id for token in drafted.tokens), distributions),
+        draft=_packed(drafted.tokens, vocab_size=drafted.vocab_size),
         draft_time_s=drafted.draft_time_s,
+        draft_steps=drafted.draft_steps,
+        branches=tuple(
+            Branch(run.base_length, run.prefix_digest, _packed(run.tokens, vocab_size=drafted.vocab_size))
+            for run in drafted.branches
+        ),
     )
+
+
+def _packed(tokens: Sequence[DraftedToken], *, vocab_size: int) -> Draft:
+    distributions = tuple(
+        pack_distribution(token.distribution, vocab_size=vocab_size)
+        for token in tokens
+        if token.distribution is not None
+    )
+    return Draft(tuple(token.token_id for token in tokens), distributions)
 
 
 def _failed_event(address: Address, error: PacelineError) -> drafter_pb.DrafterEvent:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafter_service.drafter import DraftView
+from drafter_service.method import DraftView
 from paceline.lookup.suffix import SuffixCache
 from paceline.lookup.suffix_tree import SuffixProposal, prepare
 from paceline.settings import DrafterSettings
@@ -32,7 +32,7 @@ class SessionSuffixes:
         spec = session.spec
         self._session = session
         # What a session is opened with is not its own doing: the prompt, or an answer that began at another drafter.
-        self._lookup = cache.session(spec.tenant, prompt_length=session.committed_length, vocab_size=spec.vocab_size)
+        self._lookup = cache.session(spec.tenant, prompt_length=len(session.committed_ids), vocab_size=spec.vocab_size)
 
     def __len__(self) -> int:
         """Committed tokens that were taken in."""
@@ -45,7 +45,7 @@ class SessionSuffixes:
 
     def catch_up(self) -> None:
         """Take in what was committed since; a later proposal then costs less."""
-        self._lookup.extend(self._session.ids[len(self._lookup) : self._session.committed_length])
+        self._lookup.extend(self._session.committed_ids[len(self._lookup) :])
 
     def close(self) -> None:
         """The output, to its last committed token, is there for the tenant's later sessions."""

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafter_service.drafter import Commit, Drafted, Drafter, DrafterEvent, DraftMethod, Entry
-from orchestrator.loop import OfferedDraft
+from drafter_service.drafter import Drafter, DrafterEvent, Entry
+from drafter_service.method import DraftedToken, DraftMethod
+from drafter_service.servicer import proposal_of
+from drafter_service.session import Commit
+from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan
 from orchestrator.proposals import ProposalStore
 from paceline.engine.block_pool import BlockPool, BlockTable
 from paceline.engine.interface import Extension
 from paceline.engine.step_plan import Part
 from paceline.errors import PacelineError
-from paceline.packing import pack_distribution, unpack_distribution
+from paceline.packing import unpack_distribution
 from paceline.prefix import TokenPrefix
 from paceline.rejection import judge_draft
 from paceline.sampling import TokenHistory
 from paceline.sessions import Address, Open, SessionTable
-from paceline.types import Draft, FinishReason, ModelInfo, Proposal, SamplingParams, SessionSpec, VerdictRows
+from paceline.types import (
+    Draft,
+    DraftOrigin,
+    FinishReason,
+    ModelInfo,
+    SamplingParams,
+    SessionSpec,
+    VerdictRows,
+)
 from paceline.types import VerificationRule as Rule
 from target_service.verifier import DraftToJudge, TargetSession, Verifier
 
@@ -68,6 +79,9 @@ class FakeModel:
 
     def new_cache(self) -> FakeCache:
         return FakeCache(self.memory.new_table())
+
+    def fork(self, cache: FakeCache, length: int) -> FakeCache:
+        return FakeCache(self.memory.fork(cache.table, length))
 
     def reserve(self, cache: FakeCache, length: int) -> bool:
         copies = self.memory.reserve(cache.table, length)
@@ -228,22 +242,6 @@ class CountingOutput:
         return Delivered(tuple(taken), FinishReason.LENGTH if self.remaining == 0 else None)
 
 
-def proposal_of(drafted: Drafted) -> Proposal:
-    """The proposal as it arrives at the orchestrator."""
-    return Proposal(
-        base_length=drafted.base_length,
-        prefix_digest=drafted.prefix_digest,
-        draft=Draft(
-            tuple(token.token_id for token in drafted.tokens),
-            tuple(
-                pack_distribution(token.distribution, vocab_size=drafted.vocab_size)
-                for token in drafted.tokens
-                if token.distribution is not None
-            ),
-        ),
-    )
-
-
 class SoloVerifier:
     """A target's verifier and its model, with one draft of one session a step."""
 
@@ -289,6 +287,30 @@ class LocalTarget:
         return verdict
 
 
+class View:
+    """What a drafting method sees of a session (`method.DraftView`), its tokens kept by hand."""
+
+    def __init__(self, spec: SessionSpec, committed_ids: Iterable[int]) -> None:
+        self.spec = spec
+        self.committed_ids = list(committed_ids)
+        self.drafted_ids: list[int] = []
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.committed_ids, *self.drafted_ids]
+
+    def draft(self, tokens: Iterable[DraftedToken]) -> None:
+        self.drafted_ids += [token.token_id for token in tokens]
+
+    def commit(self, kept_length: int, next_token: int) -> int:
+        """Keep some of the drafted tokens; returns how many ids are unchanged."""
+        kept = self.drafted_ids[:kept_length]
+        unchanged = len(self.committed_ids) + len(kept)
+        self.committed_ids += [*kept, next_token]
+        self.drafted_ids.clear()
+        return unchanged
+
+
 class LocalDrafts:
     """A drafter in this process (`loop.DraftSource`).
 
@@ -305,7 +327,7 @@ class LocalDrafts:
         self.failures: list[PacelineError] = []
         self._sent_length = 0
 
-    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
+    def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
         self.store.prune(len(prefix))
         if self._sent_length == 0:
             self._receive(self.drafter.accept(Open(self._address, self._spec, tuple(prefix.ids))))
@@ -314,8 +336,11 @@ class LocalDrafts:
             address=self._address,
             base_length=len(prefix),
             committed_ids=tuple(prefix.ids[self._sent_length :]),
-            draft_length=draft_length,
-            credit=credit,
+            draft_length=order.draft_length,
+            credit=order.credit,
+            branches=order.branches,
+            fan_out=order.fan_out,
+            acceptance=order.acceptance,
         )
         self._receive(self.drafter.accept(command))
         self._sent_length = len(prefix)
@@ -326,13 +351,20 @@ class LocalDrafts:
             if self.drafter.has_work():
                 self._receive(self.drafter.step())
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
-        while (draft := self.store.find(prefix.digest(), max_length)) is None:
+    def available(self, prefix: TokenPrefix, max_length: int) -> int:
+        return self.store.available(prefix.digest(), max_length)
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
+        digest = prefix.digest()
+        while (draft := self.store.find(digest, plan.draft_length)) is None or not self._is_enough(draft, digest, plan):
             if not self.drafter.has_work():
-                self.stalls += 1
-                return OfferedDraft()
+                self.stalls += draft is None
+                break
             self.work(1)
-        return OfferedDraft(draft)
+        return OfferedDraft(draft, DraftOrigin.AHEAD) if draft is not None else OfferedDraft()
+
+    def _is_enough(self, draft: Draft, digest: int, plan: RoundPlan) -> bool:
+        return len(draft) >= plan.enough_length or self.store.is_complete(digest)
 
     def continues(self, digest: int) -> bool:
         return self.store.continues(digest)

@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from drafter_service.drafter import DraftMethod
+from drafter_service.method import DraftMethod
 from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.methods.ngram import NgramMethod
 from drafter_service.service import serve_drafter

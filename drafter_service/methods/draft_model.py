@@ -12,7 +12,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from drafter_service.drafter import DraftedToken, DraftView, DraftWork, Outcome, Progress
+from drafter_service.method import DraftedToken, DraftView, DraftWork, Guess, Outcome, Progress
 from drafter_service.registry import BuiltMethod
 from paceline.engine.emulation import emulated
 from paceline.engine.interface import CacheT, Memory, Model
@@ -21,27 +21,28 @@ from paceline.engine.step_plan import Part, StepPlanner, Wish
 from paceline.engine.vocabulary_bridge import intersected
 from paceline.errors import PacelineError, internal_error
 from paceline.model_service import load_model
-from paceline.sampling import TokenHistory, draw_draft_token
+from paceline.sampling import TokenHistory, choose_draft_token
 from paceline.settings import DrafterSettings
 from paceline.types import ModelInfo
 
 logger = structlog.get_logger(__name__)
 
+_BRANCH_AGE = 2**40  # beyond all numbers of sessions
 _SILENT_S = 2.0  # without work; a round takes less, unless a target or an orchestrator has a fault
 
 
-class DraftState(Generic[CacheT]):
-    """What the draft model keeps for a session (`step_plan.Feeder`).
+class SharedTokens(Generic[CacheT]):
+    """What all states of one session have in common: its committed tokens, their history, and its age.
 
-    Invariant: the cache holds the first `cache.length` of the session's ids, always fewer than all of them; `history` is
-    that of `committed_ids`, which lag behind the session between its steps.
+    `states` are those that are open, in the order of opening: the first has the session's own rank by age.
     """
 
-    def __init__(self, session: DraftView, cache: CacheT, *, opened: int, clock: Callable[[], float]) -> None:
+    def __init__(self, session: DraftView, *, opened: int, clock: Callable[[], float]) -> None:
         prompt_length = session.spec.prompt_length
-        self.cache, self.opened = cache, opened
-        self.committed_ids = list(session.ids)
+        self.committed_ids, self.opened = session.committed_ids, opened
+        self.states: list[DraftState[CacheT]] = []
         self.history = TokenHistory(self.committed_ids[:prompt_length], self.committed_ids[prompt_length:])
+        self._known_length = len(self.committed_ids)
         self._clock = clock
         self._asked_s = clock()
 
@@ -49,12 +50,35 @@ class DraftState(Generic[CacheT]):
     def is_silent(self) -> bool:
         return self._clock() - self._asked_s > _SILENT_S
 
-    def follow(self, session: DraftView) -> None:
+    def follow(self) -> None:
         """The session has work: take over what was committed since."""
-        new = session.ids[len(self.committed_ids) : session.committed_length]
-        self.committed_ids += new
-        self.history.extend(new)
+        self.history.extend(self.committed_ids[self._known_length :])
+        self._known_length = len(self.committed_ids)
         self._asked_s = self._clock()
+
+
+class DraftState(Generic[CacheT]):
+    """What the draft model keeps for a line of tokens of a session (`step_plan.Feeder`).
+
+    Invariant: the cache holds the first `cache.length` of the line's ids, always fewer than all of them.
+    """
+
+    def __init__(self, shared: SharedTokens[CacheT], cache: CacheT, *, number: int) -> None:
+        self.shared, self.cache, self.number = shared, cache, number
+        shared.states.append(self)
+
+    @property
+    def opened(self) -> int:
+        """Branches give up their memory before any session does; one that stays alone is the session."""
+        return self.shared.opened if self.shared.states[0] is self else _BRANCH_AGE + self.number
+
+    @property
+    def committed_ids(self) -> Sequence[int]:
+        return self.shared.committed_ids
+
+    @property
+    def is_silent(self) -> bool:
+        return self.shared.is_silent
 
 
 class DraftModelMethod(Generic[CacheT]):
@@ -72,8 +96,8 @@ class DraftModelMethod(Generic[CacheT]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._entries, self._clock = model, distribution_entries, clock
-        self._opened = count()
-        self._holders: dict[int, DraftState[CacheT]] = {}  # by age: those that may hold memory
+        self._numbers = count()
+        self._holders: dict[int, DraftState[CacheT]] = {}  # by number: those that may hold memory
         self._planner = StepPlanner(model, holders=self._holders.values, max_batch_tokens=max_batch_tokens)
 
     @property
@@ -89,7 +113,16 @@ class DraftModelMethod(Generic[CacheT]):
         return self._planner.preemptions
 
     def open(self, session: DraftView) -> DraftState[CacheT]:
-        return DraftState(session, self._model.new_cache(), opened=next(self._opened), clock=self._clock)
+        number = next(self._numbers)
+        shared = SharedTokens[CacheT](session, opened=number, clock=self._clock)
+        return DraftState(shared, self._model.new_cache(), number=number)
+
+    def fork(self, state: DraftState[CacheT], session: DraftView, length: int) -> DraftState[CacheT]:
+        """The cache is shared until one of the two is fed. What the other one has given up is computed again."""
+        cache = self._model.fork(state.cache, min(length, state.cache.length))
+        fork = DraftState(state.shared, cache, number=next(self._numbers))
+        self._holders[fork.number] = fork
+        return fork
 
     def draft(self, batch: Sequence[DraftWork[DraftState[CacheT]]]) -> Sequence[Outcome]:
         """One token for each session whose turn comes and whose tokens are all fed with it.
@@ -107,21 +140,22 @@ class DraftModelMethod(Generic[CacheT]):
         self._model.truncate(state.cache, min(state.cache.length, length))
 
     def pending_tokens(self, state: DraftState[CacheT], session: DraftView) -> int:
-        return max(0, session.committed_length - state.cache.length)
+        return max(0, len(session.committed_ids) - state.cache.length)
 
     def close(self, state: DraftState[CacheT]) -> None:
-        self._holders.pop(state.opened, None)
+        self._holders.pop(state.number, None)
+        state.shared.states.remove(state)
         self._model.release(state.cache)
 
     def _wish(self, work: DraftWork[DraftState[CacheT]]) -> Wish[CacheT]:
         """To draft takes all ids; to catch up, all committed ones but the last, which is fed with the next draft."""
         state, session = work.state, work.session
-        state.follow(session)
-        self._holders[state.opened] = state
-        drafted = session.ids[session.committed_length :]
+        state.shared.follow()
+        self._holders[state.number] = state
+        drafted, committed_length = session.drafted_ids, len(session.committed_ids)
         if work.max_tokens:
-            return Wish(state, drafted, len(session.ids), 1)
-        return Wish(state, drafted, session.committed_length - 1, 0)
+            return Wish(state, drafted, committed_length + len(drafted), 1)
+        return Wish(state, drafted, committed_length - 1, 0)
 
     def _outcome(
         self,
@@ -150,18 +184,20 @@ class DraftModelMethod(Generic[CacheT]):
         work: DraftWork[DraftState[CacheT]],
         logits: Tensor,  # [draft_vocab_size]
     ) -> DraftedToken:
-        session, ids = work.session, work.session.ids
-        token_id, distribution = draw_draft_token(
+        session = work.session
+        choice = choose_draft_token(
             fit_vocabulary(logits, session.spec.vocab_size),
             params=session.spec.sampling,
             rule=session.spec.effective_rule,
-            history=work.state.history,
-            drafted=ids[session.committed_length :],
+            history=work.state.shared.history,
+            drafted=session.drafted_ids,
             seed=session.spec.seed,
-            position=len(ids),
+            position=len(session.committed_ids) + len(session.drafted_ids),
             max_entries=self._entries,
+            guesses=work.fan_out,
         )
-        return DraftedToken(token_id, distribution)
+        guesses = tuple(Guess(token_id, likelihood) for token_id, likelihood in choice.guesses)
+        return DraftedToken(choice.token_id, choice.distribution, choice.likelihood, guesses)
 
 
 def fit_vocabulary(
@@ -177,7 +213,12 @@ def fit_vocabulary(
 def build(settings: DrafterSettings) -> BuiltMethod:
     """The model that the settings name, loaded; raises `ModelUnavailable` and `StartupFailed`."""
     loaded = load_model(settings, logit_noise=settings.logit_noise, verifier=settings.verifier)
-    model: Model[Any] = emulated(loaded, step_ms=settings.emulated_step_ms)
+    model: Model[Any] = emulated(
+        loaded,
+        step_ms=settings.emulated_step_ms,
+        per_session_ms=settings.emulated_step_ms_per_session,
+        per_token_ms=settings.emulated_step_ms_per_token,
+    )
     tokenizer_sha256 = loaded.tokenizer_sha256
     if settings.target_tokenizer:
         model = shared = intersected(
@@ -192,7 +233,7 @@ def build(settings: DrafterSettings) -> BuiltMethod:
         incarnation=uuid.uuid4().hex,
         method="draft_model",
         dtype=str(loaded.dtype).removeprefix("torch."),
-        emulated=settings.emulated_step_ms > 0,
+        emulated=settings.is_emulated,
         expected_acceptance=loaded.expected_acceptance,
     )
     method = DraftModelMethod(

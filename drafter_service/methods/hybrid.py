@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from drafter_service.drafter import DraftedToken, DraftMethod, DraftView, DraftWork, Outcome, Progress, StateT
+from drafter_service.method import DraftedToken, DraftMethod, DraftView, DraftWork, Outcome, Progress, StateT
 from drafter_service.methods import draft_model
 from drafter_service.registry import BuiltMethod
 from drafter_service.suffixes import SessionSuffixes, suffix_cache
@@ -96,7 +96,7 @@ class HybridMethod(Generic[StateT]):
     def _repetition(self, work: DraftWork[HybridState[StateT]]) -> Sequence[DraftedToken] | None:
         """The tokens of a repetition, none where the draft ends with it; None: the other method's turn."""
         state, session = work.state, work.session
-        drafted = session.ids[session.committed_length :]
+        drafted = session.drafted_ids
         is_bound = bool(drafted) and session.spec.effective_rule is VerificationRule.REJECTION
         if not work.max_tokens:
             state.suffixes.catch_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafter_service.drafter import DraftedToken, DraftView, DraftWork, Outcome, Progress
+from drafter_service.method import DraftedToken, DraftView, DraftWork, Outcome, Progress
 from drafter_service.registry import BuiltMethod, info_without_model
 from paceline.errors import StartupFailed
 from paceline.lookup.ngram import NgramIndex
@@ -41,9 +41,8 @@ class NgramMethod:
     @staticmethod
     def _propose(work: DraftWork[NgramIndex]) -> Sequence[DraftedToken]:
         state, session = work.state, work.session
-        state.extend(session.ids[len(state) : session.committed_length])
-        tail = session.ids[session.committed_length :]
-        return [DraftedToken(token_id) for token_id in state.propose(tail, work.max_tokens)]
+        state.extend(session.committed_ids[len(state) :])
+        return [DraftedToken(token_id) for token_id in state.propose(session.drafted_ids, work.max_tokens)]
 
 
 def build(settings: DrafterSettings) -> BuiltMethod:

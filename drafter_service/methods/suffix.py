@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafter_service.drafter import DraftedToken, DraftView, DraftWork, Outcome, Progress
+from drafter_service.method import DraftedToken, DraftView, DraftWork, Outcome, Progress
 from drafter_service.registry import BuiltMethod, info_without_model
 from drafter_service.suffixes import SessionSuffixes, suffix_cache
 from paceline.lookup.suffix import SuffixCache
@@ -47,7 +47,7 @@ class SuffixMethod:
         if not work.max_tokens:
             work.state.catch_up()
             return ()
-        drafted = tuple(work.session.ids[work.session.committed_length :])
+        drafted = tuple(work.session.drafted_ids)
         ids = work.state.propose((), len(drafted) + work.max_tokens).ids
         if ids[: len(drafted)] != drafted:
             return ()  # other tokens follow, by now, than were drafted when less was known

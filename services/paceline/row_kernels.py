@@ -70,6 +70,40 @@ def coupled_sample(
     return -best[1]
 
 
+def coupled_ranking(
+    log_probs: Tensor,  # [vocab_size]
+    seed: int,
+    position: int,
+    *,
+    peak: float,
+    count: int,
+) -> list[tuple[float, int]]:
+    """The `count` tokens with the highest log_probs + `noise.gumbel`, best first, as (score, id); fewer if there are fewer.
+
+    The first is the one that `coupled_sample` gives. The others are the best of the `count + _SPARE` tokens with the
+    highest bounds: the less noise a token has, the further its bound lies above its score, so the last may be another.
+    """
+    row = log_probs.detach().numpy()
+    key = np.uint64(stream_key(seed, position, Purpose.TARGET_SAMPLE))
+    highest = np.empty(-(-row.size // _BLOCK), np.int32)
+    leader = int(_find_leader(row, np.float32(peak), key, highest))
+    to_win = _to_reach(float(row[leader]) + noise.gumbel(seed, position, leader) - peak)
+    # The best tokens of so many blocks have at least this bound.
+    to_reach = max(min(to_win, _largest(highest, count + _SPARE)), int(_NOBODY) + 1)
+    ids, bounds = _contenders(row, np.float32(peak), key, highest, np.int32(to_reach))
+    ids = ids[bounds >= min(to_win, _largest(bounds, count + _SPARE))]
+    scored = [(float(row[token_id]) + noise.gumbel(seed, position, token_id), -token_id) for token_id in ids.tolist()]
+    return [(score, -token_id) for score, token_id in sorted(scored, reverse=True)[:count]]
+
+
+def _largest(values: _Ints, rank: int) -> int:
+    """The value of that rank, 1 for the largest; `_NOBODY` if there are fewer."""
+    return int(np.partition(values, -rank)[-rank]) if rank <= values.size else int(_NOBODY)
+
+
+_SPARE = 4  # tokens
+
+
 def _to_reach(score: float) -> int:
     """The bound without which a token cannot have that score, counted from the peak of the row."""
     # 53, since 2**53 (1 - u) is what stands for 1 - u; 127 is the bias of a float32's exponent.

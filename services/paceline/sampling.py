@@ -484,3 +484,107 @@ def draw_draft_token(
     distribution = truncate_to_top(log_probs, max_entries)
     entry = draw(distribution.probs.double(), noise.uniform(seed, position, Purpose.DRAFT_SAMPLE))
     return int(distribution.ids[entry]), distribution
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """A draft token, what it was drawn from under `rejection`, and the likeliest tokens in its place.
+
+    `likelihood` and the second of each guess are estimates that the token turns out to be the right one; what they leave
+    to 1 is any other token's. Under `rejection` guesses are the most probable tokens besides the drawn one, and as many
+    as asked for, whatever was drawn.
+    """
+
+    token_id: int
+    distribution: SparseDistribution | None = None
+    likelihood: float = 1.0
+    guesses: tuple[tuple[int, float], ...] = ()
+
+
+def choose_draft_token(
+    logits: Tensor,  # [vocab_size], the drafter's own
+    *,
+    params: SamplingParams,
+    rule: VerificationRule,
+    history: TokenHistory,
+    drafted: Sequence[int],
+    seed: int,
+    position: int,
+    max_entries: int = 64,
+    guesses: int,
+) -> DraftChoice:
+    """The token of `draw_draft_token`, with up to `guesses` others.
+
+    `greedy` ranks by the scores, `coupled` by log-probability + Gumbel noise, which the target shares: where it differs
+    from the drafter, it most often emits one of the next in this order. Each is as likely as its share of exp(rank score),
+    as if what drafter and target differ by were Gumbel noise again.
+    """
+    if guesses == 0:
+        token_id, distribution = draw_draft_token(
+            logits,
+            params=params,
+            rule=rule,
+            history=history,
+            drafted=drafted,
+            seed=seed,
+            position=position,
+            max_entries=max_entries,
+        )
+        return DraftChoice(token_id, distribution)
+    count = max(_RANKED, guesses + 1)
+    if rule is VerificationRule.GREEDY:
+        row = _adjusted(logits, params, history, drafted)
+        token_id = _argmax(row)
+        _require_usable(float(row[token_id]))
+        return _choice(token_id, _ranked(row, count), guesses)
+    log_probs = target_log_probs(logits, params, history, drafted)
+    if rule is VerificationRule.COUPLED:
+        ranking = _coupled_ranking(log_probs, seed, position, count)
+        return _choice(ranking[0][1], ranking, guesses)
+    distribution = truncate_to_top(log_probs, max_entries)
+    entry = draw(distribution.probs.double(), noise.uniform(seed, position, Purpose.DRAFT_SAMPLE))
+    token_id = int(distribution.ids[entry])
+    others = [(log_prob, other) for log_prob, other in _ranked(log_probs, guesses + 1) if other != token_id]
+    return DraftChoice(
+        token_id,
+        distribution,
+        distribution.probability(token_id),
+        tuple((other, math.exp(log_prob)) for log_prob, other in others[:guesses]),
+    )
+
+
+_RANKED = 8  # tokens at least, among which likelihood is shared out
+_SPARE = 4  # more tokens are scored: the less noise one has, the further its bound lies above its score
+
+
+def _ranked(row: Tensor, count: int) -> list[tuple[float, int]]:
+    """The highest scores of a row and their ids, best first."""
+    values, ids = _highest(row, count)
+    return list(zip(values.tolist(), ids.tolist(), strict=True))
+
+
+def _coupled_ranking(log_probs: Tensor, seed: int, position: int, count: int) -> list[tuple[float, int]]:
+    """The highest of log_probs + Gumbel noise and their ids, best first: first of all the token of `coupled_sample`."""
+    if _has_kernels(log_probs):
+        from paceline import row_kernels  # noqa: PLC0415 - see `_has_kernels`
+
+        peak = float(log_probs.amax())
+        if not math.isfinite(peak):
+            raise DistributionUnusable(_NO_DISTRIBUTION)
+        return row_kernels.coupled_ranking(log_probs, seed, position, peak=peak, count=count)
+    token_id = coupled_sample(log_probs, seed, position)
+    _, leaders = _highest(_bounds(log_probs.softmax(0, dtype=torch.float32), None, seed, position), count + _SPARE)
+    scored = [
+        (float(log_probs[other]) + noise.gumbel(seed, position, other), -other)
+        for other in {token_id, *leaders.tolist()}
+    ]
+    return [(score, -other) for score, other in sorted(scored, reverse=True)[:count]]
+
+
+def _choice(token_id: int, ranking: Sequence[tuple[float, int]], guesses: int) -> DraftChoice:
+    """`ranking` are scores and ids, best first; those of equal score may be in any order."""
+    weights = [(math.exp(score - ranking[0][0]), other) for score, other in ranking]
+    total = sum(weight for weight, _ in weights)
+    likelihood = next((weight for weight, other in weights if other == token_id), 1.0) / total
+    others = [(other, weight / total) for weight, other in weights if other != token_id and weight > 0.0]
+    return DraftChoice(token_id, None, likelihood, tuple(others[:guesses]))

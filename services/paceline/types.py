@@ -25,6 +25,8 @@ MAX_SEED = 2**64 - 1
 MAX_DRAFT_LENGTH = 64  # tokens of one draft
 MAX_VOCAB_SIZE = 2**22  # tokens; far beyond any model, and few enough to pad a row to
 MAX_CREDIT = 2 * MAX_DRAFT_LENGTH + 1  # tokens drafted beyond the committed ones
+MAX_BRANCHES = 64  # lines of drafted tokens besides the likeliest one, and branches of one proposal
+MAX_FAN_OUT = 16  # guesses at one position
 MAX_LOGPROBS = 20  # most probable tokens that are reported beside one token
 MAX_TENANT_LENGTH = 256  # characters
 
@@ -44,6 +46,16 @@ class Origin(StrEnum):
     CORRECTION = "correction"  # the next token after a rejection
     BONUS = "bonus"  # the next token after a draft that was kept whole
     PLAIN = "plain"  # the only token of a round without a draft
+
+
+class DraftOrigin(StrEnum):
+    """Where the draft of a round came from."""
+
+    AHEAD = "ahead"  # the drafter, before the verdict, for the case that all was kept
+    BRANCH = "branch"  # the drafter, before the verdict, for the case that came
+    REDRAFT = "redraft"  # the drafter, behind the verdict: it was waited for
+    FALLBACK = "fallback"  # the orchestrator's own lookup
+    NONE = "none"  # there was none
 
 
 class FinishReason(StrEnum):
@@ -188,17 +200,31 @@ class Draft:
         return Draft(self.ids + following.ids, self.distributions + following.distributions)
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Tokens drafted for another outcome than the likeliest: they continue the `base_length` tokens whose digest is
+    `prefix_digest`, the last of which may be a guess."""
+
+    base_length: int
+    prefix_digest: int
+    draft: Draft
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What the drafter pushes: a draft that continues the `base_length` tokens whose digest is `prefix_digest`.
+    """What the drafter pushes: a draft that continues the `base_length` tokens whose digest is `prefix_digest`, branches
+    for other outcomes, or both.
 
-    An empty draft says that the drafter has nothing to offer for that prefix.
+    An empty draft without branches says that the drafter has nothing to offer for that prefix; with branches it says
+    nothing of it.
     """
 
     base_length: int
     prefix_digest: int
     draft: Draft
-    draft_time_s: float = 0.0  # model time spent on it
+    draft_time_s: float = 0.0  # of the model steps that the session took part in since the last proposal
+    draft_steps: int = 0  # how many those were
+    branches: tuple[Branch, ...] = ()
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -300,13 +326,26 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rejections: int = 0  # rounds ended by a rejection
+    branch_hits: int = 0  # of the rejections, those behind which drafted tokens were there when the verdict came
+    num_received_draft_tokens: int = 0  # that drafters pushed, branches included
+    rounds_by_origin: dict[DraftOrigin, int] = field(default_factory=lambda: dict.fromkeys(DraftOrigin, 0))
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
     target_busy_s: float = 0.0
     draft_wait_s: float = 0.0
 
-    def record_round(self, draft_length: int, kept_length: int, *, is_fallback: bool = False) -> None:
+    def record_round(
+        self,
+        draft_length: int,
+        kept_length: int,
+        *,
+        origin: DraftOrigin = DraftOrigin.AHEAD,
+        has_continuation: bool = False,
+    ) -> None:
+        """Count one round; `has_continuation`: drafted tokens were there behind what its verdict committed."""
+        is_fallback = origin is DraftOrigin.FALLBACK
         self.rounds += 1
+        self.rounds_by_origin[origin if draft_length else DraftOrigin.NONE] += 1
         self.fallback_rounds += is_fallback
         if draft_length == 0:
             self.plain_rounds += 1
@@ -315,6 +354,7 @@ class SpeculationStats:
         self.num_draft_tokens += draft_length
         self.num_accepted_tokens += kept_length
         self.num_rejections += kept_length < draft_length
+        self.branch_hits += kept_length < draft_length and has_continuation
         if is_fallback:
             self.fallback_accepted_tokens += kept_length
             self.fallback_rejections += kept_length < draft_length

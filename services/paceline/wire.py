@@ -21,10 +21,12 @@ from paceline.errors import (
     StaleEpoch,
 )
 from paceline.types import (
+    MAX_BRANCHES,
     MAX_CREDIT,
     MAX_LOGPROBS,
     MAX_TENANT_LENGTH,
     MAX_VOCAB_SIZE,
+    Branch,
     Draft,
     ModelInfo,
     Proposal,
@@ -225,17 +227,39 @@ def proposal_to_proto(proposal: Proposal) -> drafter_pb.Proposal:
         draft_ids=proposal.draft.ids,
         draft_distributions=proposal.draft.distributions,
         draft_time_us=_to_microseconds(proposal.draft_time_s),
+        draft_steps=proposal.draft_steps,
+        branches=[
+            drafter_pb.Branch(
+                base_length=branch.base_length,
+                prefix_digest=branch.prefix_digest,
+                draft_ids=branch.draft.ids,
+                draft_distributions=branch.draft.distributions,
+            )
+            for branch in proposal.branches
+        ],
     )
 
 
 def proposal_from_proto(message: drafter_pb.Proposal, *, vocab_size: int) -> Proposal:
-    """Raises `PayloadInvalid` for ids outside the target's vocabulary or a wrong number of distributions."""
+    """Raises `PayloadInvalid` for ids outside the target's vocabulary, a wrong number of distributions, too many branches
+    or an empty one."""
+    if len(message.branches) > MAX_BRANCHES:
+        raise PayloadInvalid(f"A proposal holds at most {MAX_BRANCHES} branches, not {len(message.branches)}.")
     return Proposal(
         base_length=message.base_length,
         prefix_digest=message.prefix_digest,
         draft=draft_from_proto(message.draft_ids, message.draft_distributions, vocab_size=vocab_size),
         draft_time_s=message.draft_time_us / _MICROSECONDS,
+        draft_steps=message.draft_steps,
+        branches=tuple(_branch_from_proto(branch, vocab_size=vocab_size) for branch in message.branches),
     )
+
+
+def _branch_from_proto(message: drafter_pb.Branch, *, vocab_size: int) -> Branch:
+    if not message.draft_ids:
+        raise PayloadInvalid("A branch holds at least one drafted token, but one is empty.")
+    draft = draft_from_proto(message.draft_ids, message.draft_distributions, vocab_size=vocab_size)
+    return Branch(message.base_length, message.prefix_digest, draft)
 
 
 def draft_from_proto(

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.methods.hybrid import HybridMethod
+from orchestrator.loop import DraftOrder, RoundPlan
 from paceline.errors import PacelineError
 from paceline.generation import Completion, GenerationRequest, Schedule
 from paceline.lookup.suffix import Scope, SuffixCache
@@ -221,12 +222,12 @@ async def test_rounds_without_a_draft_still_reach_the_drafter(
         told, fresh = LocalDrafts(method, session), LocalDrafts(method, session)
         prefix = TokenPrefix(prompt)
         for draft_length, committed_ids in zip((3, 0, 0), runs, strict=True):
-            told.commit(prefix, draft_length=draft_length, credit=draft_length)
+            told.commit(prefix, DraftOrder(draft_length=draft_length, credit=draft_length))
             told.work(8)
             prefix.extend(committed_ids)
         for drafts in (told, fresh):
-            drafts.commit(prefix, draft_length=3, credit=3)
-            offers.append((await drafts.draft(prefix, 3)).draft.ids)
+            drafts.commit(prefix, DraftOrder(draft_length=3, credit=3))
+            offers.append((await drafts.draft(prefix, RoundPlan(draft_length=3, enough_length=3))).draft.ids)
             assert (drafts.failures, drafts.stalls) == ([], 0)
             drafts.drafter.accept(PeerGone(0))
     assert offers[0] == offers[1]

@@ -17,9 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_service.drafter import Commit, Drafted, Drafter, DraftMethod, Entry
+from drafter_service.drafter import Drafter, Entry
+from drafter_service.method import DraftMethod
 from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.methods.hybrid import HybridMethod
+from drafter_service.session import Commit, Drafted
 from paceline.engine.block_pool import BlockPool, BlockTable
 from paceline.engine.memory import MemoryLimits
 from paceline.engine.model import CausalModel

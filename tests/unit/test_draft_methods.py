@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_service.drafter import DraftedToken, DraftMethod, DraftSession, DraftView, DraftWork
+from drafter_service.method import DraftedToken, DraftMethod, DraftView, DraftWork
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState, fit_vocabulary
 from drafter_service.methods.ngram import NgramMethod
 from paceline.errors import PacelineError
 from paceline.lookup.ngram import NgramIndex
 from paceline.sampling import DistributionUnusable, TokenHistory, draw_draft_token
 from paceline.types import SamplingParams, SessionSpec, VerificationRule
-from tests.fakes import FakeCache, FakeModel, hashed_logits, spec_of
+from tests.fakes import FakeCache, FakeModel, View, hashed_logits, spec_of
 
 VOCAB_SIZE = 12
 LOGITS = hashed_logits(VOCAB_SIZE)
@@ -33,22 +33,6 @@ SAMPLING = SamplingParams(
     min_tokens=6,
     stop_token_ids=(2,),
 )
-
-
-@dataclass
-class View:
-    """What a method sees of a session (`drafter.DraftView`)."""
-
-    spec: SessionSpec
-    ids: list[int]
-    committed_length: int
-
-    def commit(self, kept_length: int, next_token: int) -> int:
-        """Keep some of the drafted tokens; returns how many ids are unchanged."""
-        unchanged = self.committed_length + kept_length
-        self.ids[unchanged:] = [next_token]
-        self.committed_length = len(self.ids)
-        return unchanged
 
 
 def outcome_of(method: DraftMethod[Any], state: Any, view: DraftView, max_tokens: int) -> Sequence[DraftedToken]:
@@ -73,12 +57,12 @@ class ModelDrafting:
         vocab_size = self.logits_vocab_size
         self.model = FakeModel(hashed_logits(vocab_size), vocab_size=vocab_size)
         self.method = DraftModelMethod[FakeCache](self.model, distribution_entries=self.entries)
-        self.view = View(self.spec, list(PROMPT), len(PROMPT))
+        self.view = View(self.spec, PROMPT)
         self.state: DraftState[FakeCache] = self.method.open(self.view)
 
     def draft(self) -> DraftedToken:
         (token,) = outcome_of(self.method, self.state, self.view, 5)
-        self.view.ids.append(token.token_id)
+        self.view.drafted_ids.append(token.token_id)
         return token
 
     def catch_up(self) -> None:
@@ -134,7 +118,7 @@ def test_every_token_is_drawn_as_if_from_scratch(
     view = drafting.view
     for draft_length, kept_length, next_token, ingests in rounds:
         for _ in range(draft_length):
-            expected = drafted_from_scratch(view.spec, view.ids, view.committed_length)
+            expected = drafted_from_scratch(view.spec, view.ids, len(view.committed_ids))
             assert_same(drafting.draft(), expected)
         drafting.commit(min(kept_length, draft_length), next_token)
         if ingests:
@@ -190,7 +174,7 @@ def test_reading_never_goes_past_the_committed_tokens() -> None:
 def test_no_id_outside_the_target_is_ever_drafted(rule: VerificationRule, logits_vocab_size: int) -> None:
     """Draft models with fewer and with more rows than the target: 40 tokens each (C47)."""
     drafting = ModelDrafting(spec(rule), logits_vocab_size=logits_vocab_size)
-    drafting.view.ids[:] = [token_id % 6 for token_id in drafting.view.ids]
+    drafting.view.committed_ids[:] = [token_id % 6 for token_id in PROMPT]
     for _ in range(40):
         token = drafting.draft()
         assert 0 <= token.token_id < min(VOCAB_SIZE, logits_vocab_size)
@@ -224,7 +208,7 @@ def lookup() -> NgramMethod:
 
 def test_lookup_proposes_what_followed_before_and_marks_it_deterministic() -> None:
     """As many tokens as are asked for, none of them with a row."""
-    session = DraftSession(spec_of(prompt_length=5, vocab_size=VOCAB_SIZE), (7, 8, 9, 7, 8))
+    session = View(spec_of(prompt_length=5, vocab_size=VOCAB_SIZE), (7, 8, 9, 7, 8))
     method = lookup()
     state = method.open(session)
     assert len(state) == 0
@@ -234,7 +218,7 @@ def test_lookup_proposes_what_followed_before_and_marks_it_deterministic() -> No
 
 def test_lookup_without_a_match_has_nothing_to_offer() -> None:
     """No dummy id stands in for an absent draft."""
-    session = DraftSession(spec_of(prompt_length=3, vocab_size=VOCAB_SIZE), (1, 2, 3))
+    session = View(spec_of(prompt_length=3, vocab_size=VOCAB_SIZE), (1, 2, 3))
     method = lookup()
     assert outcome_of(method, method.open(session), session, 4) == []
 
@@ -247,14 +231,14 @@ TOKENS = st.lists(st.integers(0, 2), max_size=6)
 def test_lookup_depends_on_the_ids_alone(rounds: list[tuple[list[int], int, int, bool]]) -> None:
     """100 drawn histories of other tokens drafted, partly kept, and read in between: as a fresh index of the same."""
     method = lookup()
-    view = View(spec_of(prompt_length=1, vocab_size=3), [0], 1)
+    view = View(spec_of(prompt_length=1, vocab_size=3), [0])
     state = method.open(view)
     for drafted, kept_length, next_token, ingests in rounds:
-        view.ids += drafted
+        view.drafted_ids += drafted
         expected = NgramIndex(prompt_lookup_min=1, prompt_lookup_max=3)
         expected.extend(view.ids)
         assert [token.token_id for token in outcome_of(method, state, view, 4)] == list(expected.propose((), 4))
         method.rewind(state, view.commit(min(kept_length, len(drafted)), next_token))
         if ingests:
             assert outcome_of(method, state, view, 0) == []
-        assert len(state) <= view.committed_length
+        assert len(state) <= len(view.committed_ids)

@@ -22,24 +22,14 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from drafter_service.drafter import (
-    Command,
-    Commit,
-    Drafted,
-    DraftedToken,
-    Drafter,
-    DrafterEvent,
-    DraftMethod,
-    DraftView,
-    DraftWork,
-    Entry,
-    Outcome,
-    Progress,
-)
+from drafter_service.drafter import Command, Drafter, DrafterEvent, Entry
+from drafter_service.method import DraftedToken, DraftMethod, DraftView, DraftWork, Outcome, Progress
 from drafter_service.methods import draft_model
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState
 from drafter_service.methods.ngram import NgramMethod
-from orchestrator.loop import SpeculationPlan, run_session
+from drafter_service.session import Commit, Drafted
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import DraftOrder, run_session
 from paceline.engine.interface import Extension, Memory
 from paceline.engine.step_plan import StepReport
 from paceline.errors import (
@@ -53,7 +43,7 @@ from paceline.errors import (
 )
 from paceline.generation import Schedule
 from paceline.prefix import TokenPrefix
-from paceline.sampling import DistributionUnusable, SparseDistribution, TokenHistory, draw_draft_token
+from paceline.sampling import DistributionUnusable, DraftChoice, TokenHistory, choose_draft_token, draw_draft_token
 from paceline.sessions import Address, Close, Open, PeerGone, SessionTable
 from paceline.types import Draft, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 from tests.fakes import (
@@ -101,7 +91,7 @@ def lookup_method() -> NgramMethod:
 
 def next_draft(drafts: LocalDrafts, prefix: TokenPrefix, *, draft_length: int, credit: int) -> Draft | None:
     """What there is for the prefix once the drafter has done all it may."""
-    drafts.commit(prefix, draft_length=draft_length, credit=credit)
+    drafts.commit(prefix, DraftOrder(draft_length=draft_length, credit=credit))
     drafts.work(1000)
     assert not drafts.drafter.has_work()
     return drafts.store.find(prefix.digest(), credit)
@@ -192,7 +182,7 @@ def test_after_any_history_the_next_draft_is_a_fresh_sessions(
     without drafts, and lengths that change from round to round. A draft that is waited for comes."""
     drafts, prefix = LocalDrafts(model_method(), spec(rule)), TokenPrefix(PROMPT)
     for draft_length, ahead, steps, is_waited_for, kept_length, is_expected in rounds:
-        drafts.commit(prefix, draft_length=draft_length, credit=draft_length + ahead if draft_length else 0)
+        drafts.commit(prefix, DraftOrder(draft_length=draft_length, credit=draft_length + ahead if draft_length else 0))
         drafts.work(1000 if is_waited_for else steps)
         expected = fresh_draft(spec(rule), prefix.ids, 7)
         if is_waited_for and draft_length:
@@ -226,7 +216,7 @@ async def test_a_drafter_equal_to_its_target_keeps_every_draft_for_200_rounds(
     async for result in run_session(
         session_spec,
         PROMPT,
-        SpeculationPlan(schedule=schedule, draft_length=2),
+        FixedPlanner(schedule=schedule, draft_length=2, rule=session_spec.effective_rule),
         target=target,
         drafts=drafts,
         output=CountingOutput(1 + 201 * 3),
@@ -299,10 +289,10 @@ class CountingMethod:
         self.calls.append((reader.name, "draft" if work.max_tokens else "ingest"))
         if reader.name == self.fails_on and isinstance(self.failure, PacelineError):
             return self.failure
-        fed, reader.read_length = session.committed_length - reader.read_length, session.committed_length
+        fed, reader.read_length = len(session.committed_ids) - reader.read_length, len(session.committed_ids)
         if self.has_nothing:
             return Progress(fed, drafted=())
-        length = len(session.ids)
+        length = len(session.committed_ids) + len(session.drafted_ids)
         count = min(work.max_tokens, self.tokens_a_step)
         return Progress(fed, drafted=[DraftedToken(length + index) for index in range(count)])
 
@@ -310,7 +300,7 @@ class CountingMethod:
         self.calls.append((state.name, f"rewind {length}"))
 
     def pending_tokens(self, state: Reader, session: DraftView) -> int:
-        return session.committed_length - state.read_length
+        return len(session.committed_ids) - state.read_length
 
     def close(self, state: Reader) -> None:
         assert not state.is_closed, "a session ends once"
@@ -343,7 +333,7 @@ class Service:
         self.sessions = SessionTable[Entry[Any]](
             max_sessions=max_sessions,
             idle_ttl_s=IDLE_TTL_S,
-            pending_tokens_of=lambda entry: method.pending_tokens(entry.state, entry.session),
+            pending_tokens_of=lambda entry: method.pending_tokens(entry.state, entry.view),
             clock=self.clock,
         )
         self.drafter = Drafter(method, self.sessions, on_step=self.reports.append, clock=self.clock)
@@ -402,7 +392,7 @@ def test_a_method_that_says_it_has_caught_up_is_not_asked_again() -> None:
 
     class Blind(CountingMethod):
         def pending_tokens(self, state: Reader, session: DraftView) -> int:
-            return session.committed_length
+            return len(session.committed_ids)
 
     method = Blind()
     service = Service(method)
@@ -571,7 +561,7 @@ async def test_text_is_the_targets_when_the_drafter_runs_out_of_context() -> Non
     async for result in run_session(
         session_spec,
         prompt,
-        SpeculationPlan(schedule=Schedule.PIPELINED, draft_length=4),
+        FixedPlanner(schedule=Schedule.PIPELINED, draft_length=4, rule=session_spec.effective_rule),
         target=target,
         drafts=drafts,
         output=CountingOutput(20),
@@ -651,7 +641,7 @@ def test_each_step_is_at_most_one_model_step() -> None:
     """Commands can be applied between any two of them."""
     model = fake_model()
     drafts = LocalDrafts(model_method(model), spec(VerificationRule.COUPLED))
-    drafts.commit(TokenPrefix(PROMPT), draft_length=4, credit=9)
+    drafts.commit(TokenPrefix(PROMPT), DraftOrder(draft_length=4, credit=9))
     steps = [0]
     while drafts.drafter.has_work():
         drafts.work(1)
@@ -952,7 +942,7 @@ def test_a_fault_in_one_row_costs_the_others_nothing(culprit: str, monkeypatch: 
     for error in (DistributionUnusable("There is no token to draw."), RuntimeError("a fault of ours")):
         crowd = Crowd(fake_model())
         with monkeypatch.context() as patch:
-            patch.setattr(draft_model, "draw_draft_token", failing_for(crowd_spec(culprit).seed, error))
+            patch.setattr(draft_model, "choose_draft_token", failing_for(crowd_spec(culprit).seed, error))
             for name in "abc":
                 crowd.open(name, prompt(9))
                 crowd.commit(name)
@@ -965,13 +955,13 @@ def test_a_fault_in_one_row_costs_the_others_nothing(culprit: str, monkeypatch: 
         assert crowd.model.batches == [[9, 9, 9], [1, 1]]
 
 
-def failing_for(seed: int, error: Exception) -> Callable[..., tuple[int, SparseDistribution | None]]:
+def failing_for(seed: int, error: Exception) -> Callable[..., DraftChoice]:
     """Drawing that fails for one seed."""
 
-    def draw(*args: Any, **kwargs: Any) -> tuple[int, SparseDistribution | None]:
+    def draw(*args: Any, **kwargs: Any) -> DraftChoice:
         if kwargs["seed"] == seed:
             raise error
-        return draw_draft_token(*args, **kwargs)
+        return choose_draft_token(*args, **kwargs)
 
     return draw
 
@@ -1293,7 +1283,7 @@ def test_tokens_to_be_fed_are_counted_from_the_opening_on() -> None:
     assert service.sessions.kv_used_tokens == 0
     held = service.sessions.find("a")
     assert held is not None
-    drafted = tuple(held.state.session.ids[5:])
+    drafted = tuple(held.state.view.drafted_ids)
     service.tell(commit(A, 7, (drafted[0], other_than(drafted[1])), credit=0))
     assert service.sessions.kv_used_tokens == 1
     service.tell(Close(A))
@@ -1364,7 +1354,7 @@ def test_no_history_breaks_the_worker_or_a_session_beside_it(
             service.step()
         assert_queued_by_urgency(service)
         assert service.sessions.kv_used_tokens == sum(
-            method.pending_tokens(held.state.state, held.state.session) for held in service.sessions
+            method.pending_tokens(held.state.state, held.state.view) for held in service.sessions
         )
     service.work()
     assert {event.address for event in service.said} <= named
@@ -1414,7 +1404,7 @@ def test_a_draft_or_word_that_there_is_none_always_comes(rounds: list[tuple[int,
     session_spec = spec_of(prompt_length=1, vocab_size=2)
     drafts, prefix = LocalDrafts(lookup_method(), session_spec), TokenPrefix((0,))
     for steps, token_id, draft_length, ahead in rounds:
-        drafts.commit(prefix, draft_length=draft_length, credit=draft_length + ahead if draft_length else 0)
+        drafts.commit(prefix, DraftOrder(draft_length=draft_length, credit=draft_length + ahead if draft_length else 0))
         drafts.work(steps)
         prefix.extend([token_id])
         assert next_draft(drafts, prefix, draft_length=2, credit=2) is not None

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from orchestrator.acceptance_check import FIRST_ANSWERS, UNUSED_AFTER
 from orchestrator.drafter_watch import DrafterWatch
 from paceline.telemetry import SpeculationMetrics
-from paceline.types import ModelInfo, SamplingParams, SpeculationStats
+from paceline.types import DraftOrigin, ModelInfo, SamplingParams, SpeculationStats
 
 DRAFTER = ModelInfo(
     model_id="tiny-drafter",
@@ -31,7 +31,7 @@ def counted(kept: int, *, rounds: int = 20, is_fallback: bool = False) -> Specul
     stats = SpeculationStats()
     stats.record_round(0, 0)
     for _ in range(rounds):
-        stats.record_round(4, kept, is_fallback=is_fallback)
+        stats.record_round(4, kept, origin=DraftOrigin.FALLBACK if is_fallback else DraftOrigin.AHEAD)
     return stats
 
 

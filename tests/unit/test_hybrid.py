@@ -16,13 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_service.drafter import DraftedToken, DraftMethod, DraftSession, DraftWork, Outcome, Progress
+from drafter_service.method import DraftedToken, DraftMethod, DraftWork, Outcome, Progress
 from drafter_service.methods import draft_model
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState
 from drafter_service.methods.hybrid import HybridMethod, HybridState, build
 from drafter_service.methods.suffix import SuffixMethod
 from drafter_service.registry import BuiltMethod
-from orchestrator.loop import OfferedDraft, SpeculationPlan, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan, run_session
 from paceline.generation import Schedule
 from paceline.lookup.suffix import SuffixCache
 from paceline.prefix import TokenPrefix
@@ -37,6 +38,7 @@ from tests.fakes import (
     LocalDrafts,
     LocalTarget,
     Logits,
+    View,
     fake_info,
     hashed_logits,
     markov_logits,
@@ -85,7 +87,7 @@ def opened(
     hybrid: Hybrid, ids: Sequence[int], rule: VerificationRule = VerificationRule.COUPLED, *, max_tokens: int = 4
 ) -> DraftWork[State]:
     """A new session that wants to draft."""
-    session = DraftSession(spec(rule, ids, session_id=str(ids)), ids)
+    session = View(spec(rule, ids, session_id=str(ids)), ids)
     return DraftWork(hybrid.method.open(session), session, max_tokens)
 
 
@@ -135,30 +137,26 @@ def test_the_tokens_before_alone_decide_who_drafts_and_what(
     kind."""
     hybrid = Hybrid(min_score)
     prompt = [0, 1, 0]
-    view = DraftSession(spec(rule, prompt), prompt)
+    view = View(spec(rule, prompt), prompt)
     state = hybrid.method.open(view)
     for steps, kept_length, next_token in rounds:
         drafted, is_repeating = list[DraftedToken](), False
         for _ in range(steps):
-            ids, committed_length = list(view.ids), view.committed_length
+            ids, committed_length = view.ids, len(view.committed_ids)
             found = repetition(view.spec, ids, committed_length, min_score)
             is_free = rule is not VerificationRule.REJECTION or not drafted
             is_repeating = bool(found) if is_free else is_repeating
             tokens = tokens_of(hybrid.draft(DraftWork(state, view, LENGTH))[0])
             expected = found if is_repeating else [models_token(view.spec, ids, committed_length)]
             assert [token.token_id for token in tokens] == expected
-            view.extend(tokens)
+            view.draft(tokens)
             drafted += tokens
         if rule is VerificationRule.REJECTION:
             assert len({token.distribution is None for token in drafted}) <= 1
         else:
             assert all(token.distribution is None for token in drafted)
         kept = min(kept_length, len(drafted))
-        unchanged = view.committed_length + kept
-        view.prefix.truncate(unchanged)
-        view.prefix.extend([next_token])
-        view.committed_length = len(view.prefix)
-        hybrid.method.rewind(state, unchanged)
+        hybrid.method.rewind(state, view.commit(kept, next_token))
 
 
 def test_a_repetition_is_judged_whole_even_if_little_of_it_may_be_drafted() -> None:
@@ -176,7 +174,7 @@ def proposals(method: DraftMethod[Any], rule: VerificationRule) -> list[Draft]:
     """What the drafter pushes in eight rounds, some of which keep what was drafted."""
     drafts, prefix, found = LocalDrafts(method, spec(rule)), TokenPrefix(PROMPT), list[Draft]()
     for number in range(8):
-        drafts.commit(prefix, draft_length=LENGTH, credit=LENGTH)
+        drafts.commit(prefix, DraftOrder(draft_length=LENGTH, credit=LENGTH))
         drafts.work(100)
         draft = drafts.store.find(prefix.digest(), LENGTH)
         assert draft is not None
@@ -216,15 +214,13 @@ def test_a_repetition_costs_no_step_and_the_model_catches_up_in_one() -> None:
     assert hybrid.model.steps == 0
     assert hybrid.method.pending_tokens(work.state, work.session) == len(PROMPT)
     session = work.session
-    assert isinstance(session, DraftSession)
-    session.extend(tokens_of(outcome))
-    session.extend([DraftedToken(token_id) for token_id in (4, 0, 4)])
-    session.committed_length = len(session.prefix)
+    assert isinstance(session, View)
+    session.committed_ids += [*(token.token_id for token in tokens_of(outcome)), 4, 0, 4]
     (outcome,) = hybrid.draft(work)
     assert hybrid.model.steps == 1
-    assert hybrid.model.batches == [[len(session.prefix)]]
+    assert hybrid.model.batches == [[len(session.ids)]]
     assert [token.token_id for token in tokens_of(outcome)] == [
-        models_token(session.spec, session.ids, session.committed_length)
+        models_token(session.spec, session.ids, len(session.ids))
     ]
 
 
@@ -273,11 +269,10 @@ def test_it_answers_for_the_model() -> None:
 
 def answered(hybrid: Hybrid, answer: Sequence[int]) -> None:
     """A session comes and goes; the last of its tokens were committed behind its last step."""
-    session = DraftSession(spec(VerificationRule.COUPLED, NOVEL), NOVEL)
+    session = View(spec(VerificationRule.COUPLED, NOVEL), NOVEL)
     state = hybrid.method.open(session)
     hybrid.draft(DraftWork(state, session, 0))
-    session.prefix.extend(answer)
-    session.committed_length = len(session.prefix)
+    session.committed_ids += answer
     assert hybrid.model.memory.held_tokens > 0
     hybrid.method.close(state)
     assert hybrid.model.memory.held_tokens == 0
@@ -300,11 +295,11 @@ def test_the_model_drafts_no_further_than_it_may(rule: VerificationRule) -> None
     hybrid = Hybrid(math.inf, most_others=3)
     work = opened(hybrid, NOVEL, rule, max_tokens=LENGTH)
     view = work.session
-    assert isinstance(view, DraftSession)
+    assert isinstance(view, View)
     for length in (1, 1, 1, 0, 0):
         tokens = tokens_of(hybrid.draft(work)[0])
         assert len(tokens) == length
-        view.extend(tokens)
+        view.draft(tokens)
     repeating = Hybrid(0.0, most_others=3)
     assert len(tokens_of(repeating.draft(opened(repeating, PROMPT, rule, max_tokens=LENGTH))[0])) > 3
 
@@ -314,7 +309,7 @@ def test_the_model_reads_while_repetitions_serve() -> None:
     hybrid = Hybrid()
     drafts, prefix = LocalDrafts(hybrid.method, spec(VerificationRule.COUPLED)), TokenPrefix(PROMPT)
     for _ in range(3):
-        drafts.commit(prefix, draft_length=4, credit=4)
+        drafts.commit(prefix, DraftOrder(draft_length=4, credit=4))
         drafts.work(1)
         steps, draft = hybrid.model.steps, drafts.store.find(prefix.digest(), 4)
         assert draft is not None
@@ -334,8 +329,8 @@ class RecordedDrafts(LocalDrafts):
         super().__init__(method, session_spec)
         self.found: list[Draft] = []
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
-        offered = await super().draft(prefix, max_length)
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
+        offered = await super().draft(prefix, plan)
         self.found.append(offered.draft)
         return offered
 
@@ -352,7 +347,7 @@ async def answer_of(
     async for result in run_session(
         session_spec,
         [token_id % vocab_size for token_id in range(session_spec.prompt_length)],
-        SpeculationPlan(schedule=schedule, draft_length=4),
+        FixedPlanner(schedule=schedule, draft_length=4, rule=session_spec.effective_rule),
         target=LocalTarget(model, session_spec, meanwhile=lambda: drafts.work(steps_meanwhile)),
         drafts=drafts,
         output=CountingOutput(count),

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from drafter_service import methods, registry
-from drafter_service.drafter import DraftedToken, DraftView, DraftWork, Progress
+from drafter_service.method import DraftedToken, DraftView, DraftWork, Progress
 from drafter_service.methods.ngram import NgramMethod
 from drafter_service.registry import BUILT_IN_METHODS, BuiltMethod, build_method, info_without_model
-from orchestrator.loop import SpeculationPlan, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import run_session
 from paceline.errors import ModelUnavailable, StartupFailed
 from paceline.generation import Schedule
 from paceline.settings import DrafterSettings
@@ -83,9 +84,9 @@ class StepMethod:
     def close(self, state: None) -> None: ...
 
     def _tokens(self, work: DraftWork[None]) -> list[DraftedToken]:
-        last, vocab_size = work.session.ids[-1], work.session.spec.vocab_size
+        ids, vocab_size = [*work.session.committed_ids, *work.session.drafted_ids], work.session.spec.vocab_size
         steps = range(1, work.max_tokens + 1)
-        return [DraftedToken((last + number * self._step) % vocab_size) for number in steps]
+        return [DraftedToken((ids[-1] + number * self._step) % vocab_size) for number in steps]
 
 
 def build_steps(settings: DrafterSettings) -> BuiltMethod:
@@ -175,7 +176,7 @@ async def test_a_method_of_another_package_drafts_for_a_session(install: Install
     async for result in run_session(
         spec,
         (3, 4),
-        SpeculationPlan(schedule=Schedule.PIPELINED, draft_length=3),
+        FixedPlanner(schedule=Schedule.PIPELINED, draft_length=3, rule=spec.effective_rule),
         target=LocalTarget(FakeModel(logits, vocab_size=VOCAB_SIZE), spec),
         drafts=drafts,
         output=CountingOutput(40),

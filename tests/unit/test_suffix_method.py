@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from drafter_service.drafter import DraftSession, DraftWork, Progress
+from drafter_service.method import DraftWork, Progress
 from drafter_service.methods.suffix import SuffixMethod, build
 from drafter_service.registry import build_method
 from drafter_service.suffixes import SessionSuffixes
-from orchestrator.loop import SpeculationPlan, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import run_session
 from paceline.generation import Schedule
 from paceline.lookup.suffix import SuffixCache
 from paceline.sessions import PeerGone
 from paceline.settings import DrafterSettings
 from paceline.types import SessionSpec, SpeculationStats, VerificationRule
-from tests.fakes import CountingOutput, FakeModel, LocalDrafts, LocalTarget, hashed_logits, spec_of, target_alone
+from tests.fakes import CountingOutput, FakeModel, LocalDrafts, LocalTarget, View, hashed_logits, spec_of, target_alone
 
 PROMPT = (9, 8)
 ANSWER = (1, 2, 3, 4, 5, 6)
@@ -43,14 +44,13 @@ class Drafting:
 
     def __init__(self, method: SuffixMethod, ids: Sequence[int] = PROMPT, **changes: Any) -> None:
         self.method = method
-        self.view = DraftSession(spec(**changes), ids)
+        self.view = View(spec(**changes), ids)
         self.state: SessionSuffixes = method.open(self.view)
 
     def commit(self, ids: Sequence[int]) -> None:
         """Forget what is drafted, then commit more tokens."""
-        self.view.prefix.truncate(self.view.committed_length)
-        self.view.prefix.extend(ids)
-        self.view.committed_length = len(self.view.prefix)
+        self.view.drafted_ids.clear()
+        self.view.committed_ids += ids
 
     def draft(self, max_tokens: int = 4) -> tuple[int, ...]:
         """The next tokens, which are then behind the others."""
@@ -59,7 +59,7 @@ class Drafting:
         assert outcome.drafted is not None
         assert all(token.distribution is None for token in outcome.drafted), "judged as one-hot"
         drafted = tuple(token.token_id for token in outcome.drafted)
-        self.view.prefix.extend(drafted)
+        self.view.drafted_ids += drafted
         return drafted
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def test_a_draft_is_as_long_as_the_match_that_found_it() -> None:
 def test_tokens_that_no_longer_follow_are_not_continued() -> None:
     """What was drafted when less was known stays as it is; the draft behind the next commit is a new one."""
     session = Drafting(method_of(), (1, 2, 7, 1, 2, 3, 1))
-    session.view.prefix.extend((2, 7))
+    session.view.drafted_ids += (2, 7)
     assert session.draft() == ()
     session.commit((2,))
     assert session.draft() == (3, 1)
@@ -165,7 +165,7 @@ async def test_text_is_the_targets_own_whatever_was_learnt(rule: VerificationRul
         async for result in run_session(
             session,
             (1,),
-            SpeculationPlan(schedule=schedule, draft_length=4),
+            FixedPlanner(schedule=schedule, draft_length=4, rule=session.effective_rule),
             target=LocalTarget(FakeModel(logits, vocab_size=4), session),
             drafts=drafts,
             output=CountingOutput(30),

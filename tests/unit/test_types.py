@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidRequest
-from paceline.types import Draft, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
+from paceline.types import Draft, DraftOrigin, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 
 # ---- sampling parameters --------------------------------------------------------------------------------------------
 
@@ -179,7 +179,8 @@ def test_rounds_drafted_by_lookup_are_counted_apart_too() -> None:
     """What is left of the totals is the drafter's own: here 3 of 4 tokens, then a whole draft of 2."""
     stats = SpeculationStats()
     for draft_length, kept_length, is_fallback in ((4, 3, False), (4, 1, True), (2, 2, True), (2, 2, False)):
-        stats.record_round(draft_length, kept_length, is_fallback=is_fallback)
+        origin = DraftOrigin.FALLBACK if is_fallback else DraftOrigin.AHEAD
+        stats.record_round(draft_length, kept_length, origin=origin)
     assert (stats.num_drafts, stats.num_accepted_tokens, stats.num_rejections) == (4, 8, 2)
     assert (stats.fallback_rounds, stats.fallback_accepted_tokens, stats.fallback_rejections) == (2, 3, 1)
 

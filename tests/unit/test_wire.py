@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from drafter_service.drafter import Command as DrafterWork
-from drafter_service.drafter import Commit, Drafter, Entry
+from drafter_service.drafter import Drafter, Entry
 from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.servicer import DrafterServicer
+from drafter_service.session import Commit
 from paceline.errors import (
     InvalidRequest,
     PacelineError,
@@ -30,10 +31,13 @@ from paceline.sampling import SparseDistribution
 from paceline.sessions import Address, Event, Open, SessionTable
 from paceline.telemetry import ServiceMetrics
 from paceline.types import (
+    MAX_BRANCHES,
     MAX_CREDIT,
+    MAX_FAN_OUT,
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_TENANT_LENGTH,
+    Branch,
     Draft,
     ModelInfo,
     Proposal,
@@ -160,13 +164,17 @@ def test_an_opening_arrives_unchanged(
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(draft_ids=ids, base_length=st.integers(0, 2**32 - 1), digest=st.integers(0, 2**64 - 1), time_s=times_s)
 def test_a_proposal_arrives_unchanged(draft_ids: list[int], base_length: int, digest: int, time_s: float) -> None:
-    """100 drawn ones, each as a deterministic and as a drawn draft; an absent draft is an empty list."""
+    """100 drawn ones, each as a deterministic and as a drawn draft, with and without branches; an absent draft is an empty
+    list."""
     for distributions in ((), tuple(bytes([token_id, 0xFF]) for token_id in draft_ids)):
+        draft = Draft(tuple(draft_ids), distributions)
         proposal = Proposal(
             base_length=base_length,
             prefix_digest=digest,
-            draft=Draft(tuple(draft_ids), distributions),
+            draft=draft,
             draft_time_s=time_s,
+            draft_steps=len(draft_ids),
+            branches=(Branch(digest % 2**32, base_length, draft), Branch(0, 1, Draft((1,)))) if draft_ids else (),
         )
         message = drafter_pb.Proposal.FromString(proposal_to_proto(proposal).SerializeToString())
         assert proposal_from_proto(message, vocab_size=VOCAB_SIZE) == proposal
@@ -324,6 +332,25 @@ def test_a_malformed_draft_is_refused(draft_ids: list[int], distributions: list[
         draft_from_proto(draft_ids, distributions, vocab_size=VOCAB_SIZE)
 
 
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [{"draft_ids": []}],
+        [{"draft_ids": [1]}, {"draft_ids": [1, VOCAB_SIZE]}],
+        [{"draft_ids": [1], "draft_distributions": [b"row", b"row"]}],
+        [{"draft_ids": [1] * (MAX_CREDIT + 1)}],
+        [{"draft_ids": [1]}] * (MAX_BRANCHES + 1),
+    ],
+    ids=["empty", "outside", "distributions", "long", "many"],
+)
+def test_a_malformed_branch_is_refused(branches: list[dict[str, Any]]) -> None:
+    """Without tokens, with ids outside the vocabulary or a wrong number of distributions, too long, or one of too many
+    (C47)."""
+    message = drafter_pb.Proposal(draft_ids=[1], branches=[drafter_pb.Branch(**branch) for branch in branches])
+    with pytest.raises(PayloadInvalid):
+        proposal_from_proto(message, vocab_size=VOCAB_SIZE)
+
+
 @pytest.mark.parametrize("length", [0, 1, 64, 128, MAX_CREDIT])
 def test_a_draft_as_long_as_its_credit_arrives(length: int) -> None:
     """A method that drafts many tokens at once pushes them as one proposal."""
@@ -459,6 +486,11 @@ BAD_DRAFTER_ITEMS = {
     "no command": drafter_item(),
     "a draft that is too long": drafter_item(commit=commit_of(draft_length=65)),
     "too much credit": drafter_item(commit=commit_of(credit=MAX_CREDIT + 1)),
+    "too many branches": drafter_item(commit=commit_of(branches=MAX_BRANCHES + 1)),
+    "too many guesses": drafter_item(commit=commit_of(fan_out=MAX_FAN_OUT + 1)),
+    "an acceptance above 1": drafter_item(commit=commit_of(acceptance=1.5)),
+    "an acceptance below 0": drafter_item(commit=commit_of(acceptance=-0.5)),
+    "an acceptance that is none": drafter_item(commit=commit_of(acceptance=math.nan)),
 } | {
     f"{what} {outside}": item
     for outside in OUTSIDE
@@ -625,6 +657,9 @@ commits = standing_on(
     commit_of,
     draft_length=mostly(st.integers(0, 4), st.integers(0, 66)),
     credit=mostly(st.integers(0, 8), st.sampled_from([MAX_CREDIT, MAX_CREDIT + 1, 2**32 - 1])),
+    branches=mostly(st.sampled_from([0, 0, 1, 3]), st.sampled_from([MAX_BRANCHES, MAX_BRANCHES + 1, 2**32 - 1])),
+    fan_out=mostly(st.sampled_from([0, 1, 2]), st.sampled_from([MAX_FAN_OUT, 2**32 - 1])),
+    acceptance=mostly(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([-1.0, 2.0, math.inf, math.nan])),
 )
 
 

@@ -38,16 +38,22 @@ class DrafterCommand(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., open: _Optional[_Union[_session_pb2.OpenSession, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[_session_pb2.CloseSession, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("base_length", "committed_ids", "draft_length", "credit")
+    __slots__ = ("base_length", "committed_ids", "draft_length", "credit", "branches", "fan_out", "acceptance")
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     base_length: int
     committed_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_length: int
     credit: int
-    def __init__(self, base_length: _Optional[int] = ..., committed_ids: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
+    branches: int
+    fan_out: int
+    acceptance: float
+    def __init__(self, base_length: _Optional[int] = ..., committed_ids: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., credit: _Optional[int] = ..., branches: _Optional[int] = ..., fan_out: _Optional[int] = ..., acceptance: _Optional[float] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("events",)
@@ -70,15 +76,31 @@ class DrafterEvent(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., failed: _Optional[_Union[_session_pb2.SessionFailed, _Mapping]] = ..., load: _Optional[_Union[_session_pb2.LoadReport, _Mapping]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("base_length", "prefix_digest", "draft_ids", "draft_distributions", "draft_time_us")
+    __slots__ = ("base_length", "prefix_digest", "draft_ids", "draft_distributions", "draft_time_us", "draft_steps", "branches")
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DRAFT_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TIME_US_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
     base_length: int
     prefix_digest: int
     draft_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_distributions: _containers.RepeatedScalarFieldContainer[bytes]
     draft_time_us: int
-    def __init__(self, base_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., draft_ids: _Optional[_Iterable[int]] = ..., draft_distributions: _Optional[_Iterable[bytes]] = ..., draft_time_us: _Optional[int] = ...) -> None: ...
+    draft_steps: int
+    branches: _containers.RepeatedCompositeFieldContainer[Branch]
+    def __init__(self, base_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., draft_ids: _Optional[_Iterable[int]] = ..., draft_distributions: _Optional[_Iterable[bytes]] = ..., draft_time_us: _Optional[int] = ..., draft_steps: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ...) -> None: ...
+
+class Branch(_message.Message):
+    __slots__ = ("base_length", "prefix_digest", "draft_ids", "draft_distributions")
+    BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    base_length: int
+    prefix_digest: int
+    draft_ids: _containers.RepeatedScalarFieldContainer[int]
+    draft_distributions: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, base_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., draft_ids: _Optional[_Iterable[int]] = ..., draft_distributions: _Optional[_Iterable[bytes]] = ...) -> None: ...

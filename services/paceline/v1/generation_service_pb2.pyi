@@ -28,6 +28,15 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+
+class DraftOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_ORIGIN_UNSPECIFIED: _ClassVar[DraftOrigin]
+    DRAFT_ORIGIN_AHEAD: _ClassVar[DraftOrigin]
+    DRAFT_ORIGIN_BRANCH: _ClassVar[DraftOrigin]
+    DRAFT_ORIGIN_REDRAFT: _ClassVar[DraftOrigin]
+    DRAFT_ORIGIN_FALLBACK: _ClassVar[DraftOrigin]
+    DRAFT_ORIGIN_NONE: _ClassVar[DraftOrigin]
 SCHEDULE_UNSPECIFIED: Schedule
 SCHEDULE_PLAIN: Schedule
 SCHEDULE_SEQUENTIAL: Schedule
@@ -40,6 +49,12 @@ TOKEN_ORIGIN_PLAIN: TokenOrigin
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+DRAFT_ORIGIN_UNSPECIFIED: DraftOrigin
+DRAFT_ORIGIN_AHEAD: DraftOrigin
+DRAFT_ORIGIN_BRANCH: DraftOrigin
+DRAFT_ORIGIN_REDRAFT: DraftOrigin
+DRAFT_ORIGIN_FALLBACK: DraftOrigin
+DRAFT_ORIGIN_NONE: DraftOrigin
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
@@ -68,14 +83,16 @@ class StopConditions(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("rule", "draft_length", "schedule")
+    __slots__ = ("rule", "draft_length", "schedule", "fan_out")
     RULE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
     rule: _session_pb2.VerificationRule
     draft_length: int
     schedule: Schedule
-    def __init__(self, rule: _Optional[_Union[_session_pb2.VerificationRule, str]] = ..., draft_length: _Optional[int] = ..., schedule: _Optional[_Union[Schedule, str]] = ...) -> None: ...
+    fan_out: int
+    def __init__(self, rule: _Optional[_Union[_session_pb2.VerificationRule, str]] = ..., draft_length: _Optional[int] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., fan_out: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("text", "token_ids", "chat", "sampling", "stopping", "speculation", "seed", "output_ids", "logprobs", "n", "tenant")
@@ -162,7 +179,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationUsage(_message.Message):
-    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "acceptance_rate", "mean_acceptance_length", "per_token_acceptance", "rounds", "plain_rounds", "fallback_rounds", "target_busy_s", "draft_wait_s", "elapsed_s", "rule", "schedule")
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "acceptance_rate", "mean_acceptance_length", "per_token_acceptance", "rounds", "plain_rounds", "fallback_rounds", "target_busy_s", "draft_wait_s", "elapsed_s", "rule", "schedule", "num_rejections", "branch_hits", "num_received_draft_tokens", "ahead_rounds", "branch_rounds", "redraft_rounds")
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +196,12 @@ class SpeculationUsage(_message.Message):
     ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTIONS_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECEIVED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    REDRAFT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -195,7 +218,13 @@ class SpeculationUsage(_message.Message):
     elapsed_s: float
     rule: _session_pb2.VerificationRule
     schedule: Schedule
-    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., per_token_acceptance: _Optional[float] = ..., rounds: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_busy_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., rule: _Optional[_Union[_session_pb2.VerificationRule, str]] = ..., schedule: _Optional[_Union[Schedule, str]] = ...) -> None: ...
+    num_rejections: int
+    branch_hits: int
+    num_received_draft_tokens: int
+    ahead_rounds: int
+    branch_rounds: int
+    redraft_rounds: int
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., per_token_acceptance: _Optional[float] = ..., rounds: _Optional[int] = ..., plain_rounds: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., target_busy_s: _Optional[float] = ..., draft_wait_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., rule: _Optional[_Union[_session_pb2.VerificationRule, str]] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., num_rejections: _Optional[int] = ..., branch_hits: _Optional[int] = ..., num_received_draft_tokens: _Optional[int] = ..., ahead_rounds: _Optional[int] = ..., branch_rounds: _Optional[int] = ..., redraft_rounds: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "text", "usage", "speculation", "resumed_tokens", "choice")
@@ -290,3 +319,79 @@ class OrchestratorStatus(_message.Message):
     replica_id: str
     node_id: str
     def __init__(self, running_answers: _Optional[int] = ..., max_answers: _Optional[int] = ..., stall_fraction: _Optional[float] = ..., replica_id: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class GetRoundTraceRequest(_message.Message):
+    __slots__ = ("request_id", "limit")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    limit: int
+    def __init__(self, request_id: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class GetRoundTraceResponse(_message.Message):
+    __slots__ = ("records", "dropped", "clock_offset_s", "is_emulated", "orchestrator_id")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_S_FIELD_NUMBER: _ClassVar[int]
+    IS_EMULATED_FIELD_NUMBER: _ClassVar[int]
+    ORCHESTRATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[RoundRecord]
+    dropped: int
+    clock_offset_s: float
+    is_emulated: bool
+    orchestrator_id: str
+    def __init__(self, records: _Optional[_Iterable[_Union[RoundRecord, _Mapping]]] = ..., dropped: _Optional[int] = ..., clock_offset_s: _Optional[float] = ..., is_emulated: bool = ..., orchestrator_id: _Optional[str] = ...) -> None: ...
+
+class RoundRecord(_message.Message):
+    __slots__ = ("session_id", "number", "committed_length", "began_s", "draft_s", "verdict_s", "ended_s", "queue_time_s", "step_time_s", "step_sessions", "step_tokens", "draft_origin", "draft_arrived_s", "draft_time_s", "draft_steps", "available", "draft_length", "kept_length", "emitted", "has_continuation", "ordered_draft_length", "credit", "branches", "fan_out", "reason")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_S_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    KEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_FIELD_NUMBER: _ClassVar[int]
+    HAS_CONTINUATION_FIELD_NUMBER: _ClassVar[int]
+    ORDERED_DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    number: int
+    committed_length: int
+    began_s: float
+    draft_s: float
+    verdict_s: float
+    ended_s: float
+    queue_time_s: float
+    step_time_s: float
+    step_sessions: int
+    step_tokens: int
+    draft_origin: DraftOrigin
+    draft_arrived_s: float
+    draft_time_s: float
+    draft_steps: int
+    available: int
+    draft_length: int
+    kept_length: int
+    emitted: int
+    has_continuation: bool
+    ordered_draft_length: int
+    credit: int
+    branches: int
+    fan_out: int
+    reason: str
+    def __init__(self, session_id: _Optional[str] = ..., number: _Optional[int] = ..., committed_length: _Optional[int] = ..., began_s: _Optional[float] = ..., draft_s: _Optional[float] = ..., verdict_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., queue_time_s: _Optional[float] = ..., step_time_s: _Optional[float] = ..., step_sessions: _Optional[int] = ..., step_tokens: _Optional[int] = ..., draft_origin: _Optional[_Union[DraftOrigin, str]] = ..., draft_arrived_s: _Optional[float] = ..., draft_time_s: _Optional[float] = ..., draft_steps: _Optional[int] = ..., available: _Optional[int] = ..., draft_length: _Optional[int] = ..., kept_length: _Optional[int] = ..., emitted: _Optional[int] = ..., has_continuation: bool = ..., ordered_draft_length: _Optional[int] = ..., credit: _Optional[int] = ..., branches: _Optional[int] = ..., fan_out: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

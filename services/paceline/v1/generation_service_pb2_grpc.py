@@ -49,6 +49,11 @@ class GenerationServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusResponse.FromString,
                 _registered_method=True)
+        self.GetRoundTrace = channel.unary_unary(
+                '/paceline.v1.GenerationService/GetRoundTrace',
+                request_serializer=paceline_dot_v1_dot_generation__service__pb2.GetRoundTraceRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_generation__service__pb2.GetRoundTraceResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -77,6 +82,13 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRoundTrace(self, request, context):
+        """Says when and how the last rounds of the orchestrator that answers went: lengths and times, no text, no token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetPoolStatus,
                     request_deserializer=paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusResponse.SerializeToString,
+            ),
+            'GetRoundTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRoundTrace,
+                    request_deserializer=paceline_dot_v1_dot_generation__service__pb2.GetRoundTraceRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_generation__service__pb2.GetRoundTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +194,33 @@ class GenerationService(object):
             '/paceline.v1.GenerationService/GetPoolStatus',
             paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusRequest.SerializeToString,
             paceline_dot_v1_dot_generation__service__pb2.GetPoolStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRoundTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.GenerationService/GetRoundTrace',
+            paceline_dot_v1_dot_generation__service__pb2.GetRoundTraceRequest.SerializeToString,
+            paceline_dot_v1_dot_generation__service__pb2.GetRoundTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,
