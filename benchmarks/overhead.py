@@ -33,7 +33,8 @@ from orchestrator.directory import StaticDirectory
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafting import DraftsWithFallback, NoDrafts
 from orchestrator.finish import EndConditions, OutputTracker
-from orchestrator.loop import SpeculationPlan, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import run_session
 from orchestrator.remote_target import FailoverLimits
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
@@ -111,12 +112,12 @@ async def loop_times_ms(
     times: list[float] = []
     with (
         target.session(spec, verify_deadline_s=60, deadline_s=None) as at_target,
-        drafter.session(spec, draft_deadline_s=10) as at_drafter,
+        drafter.session(spec) as at_drafter,
     ):
         rounds = run_session(
             spec,
             request.token_ids,
-            SpeculationPlan(schedule=options.schedule, draft_length=options.draft_length),
+            FixedPlanner(schedule=options.schedule, draft_length=options.draft_length, rule=spec.effective_rule),
             target=at_target,
             drafts=NoDrafts() if options.schedule is Schedule.PLAIN else DraftsWithFallback(at_drafter, None),
             output=OutputTracker(IncrementalDetokenizer(tokenizer), EndConditions(max_tokens=max_tokens)),

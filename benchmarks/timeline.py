@@ -23,7 +23,8 @@ from benchmarks.report import machine, write_report
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafting import DraftsWithFallback
 from orchestrator.finish import EndConditions, OutputTracker
-from orchestrator.loop import SpeculationPlan, Target, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import Target, run_session
 from orchestrator.remote_drafts import RemoteDrafts
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
@@ -64,7 +65,7 @@ class WatchedDrafts(RemoteDrafts):
     """Notes when the drafter computed."""
 
     def __init__(self, drafter: DrafterPool, spec: SessionSpec, timeline: Timeline) -> None:
-        super().__init__(drafter, spec, draft_deadline_s=10)
+        super().__init__(drafter, spec)
         self._timeline = timeline
 
     def on_event(self, event: Any) -> None:
@@ -104,7 +105,7 @@ async def record(
         rounds = run_session(
             spec,
             prompt_ids,
-            SpeculationPlan(schedule=schedule, draft_length=draft_length),
+            FixedPlanner(schedule=schedule, draft_length=draft_length, rule=spec.effective_rule),
             target=WatchedTarget(at_target, timeline),
             drafts=DraftsWithFallback(at_drafter, None),
             output=output,

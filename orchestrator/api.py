@@ -24,7 +24,9 @@ from paceline.generation_wire import (
     event_to_proto,
     request_from_proto,
     server_info_to_proto,
+    traced_rounds_to_proto,
 )
+from paceline.rounds import TracedRounds
 from paceline.rpc import DEADLINE_METADATA_KEY, Context, mapped_errors
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1 import generation_service_pb2_grpc as generation_grpc
@@ -67,6 +69,13 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
             return deployment_status_to_proto(self._generator.status())
         raise AssertionError("mapped_errors ends the call")
 
+    async def GetRoundTrace(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.GetRoundTraceRequest, context: Context
+    ) -> generation_pb.GetRoundTraceResponse:
+        async with mapped_errors(context, rpc="GetRoundTrace"):
+            return await _round_trace(self._generator, request, lambda traced: traced)
+        raise AssertionError("mapped_errors ends the call")
+
 
 async def _answer(
     generator: Generator, message: generation_pb.GenerateRequest, timeout_s: float | None
@@ -74,6 +83,18 @@ async def _answer(
     async with aclosing(generator.generate(request_from_proto(message), timeout_s=timeout_s)) as events:
         async for event in events:
             yield event_to_proto(event)
+
+
+async def _round_trace(
+    generator: Generator,
+    request: generation_pb.GetRoundTraceRequest,
+    annotate: Callable[[TracedRounds], TracedRounds],
+) -> generation_pb.GetRoundTraceResponse:
+    response = generation_pb.GetRoundTraceResponse()
+    for piece in generator.round_trace(request_id=request.request_id, limit=request.limit):
+        response.MergeFrom(traced_rounds_to_proto(annotate(piece)))
+        await asyncio.sleep(0)  # the answers that run come first
+    return response
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,6 +151,22 @@ async def ingress_get_pool_status(
         lambda: deployment_status_to_proto(annotate(generator.status())),
         otherwise=generation_pb.GetPoolStatusResponse(),
     )
+
+
+async def ingress_get_round_trace(
+    generator: Generator,
+    request: generation_pb.GetRoundTraceRequest,
+    context: IngressContext,
+    *,
+    annotate: Callable[[TracedRounds], TracedRounds] = lambda traced: traced,
+) -> generation_pb.GetRoundTraceResponse:
+    """`GetRoundTrace` behind an ingress; `annotate` adds what only the control plane knows."""
+    try:
+        async with mapped_errors(_StatusSetter(context), rpc="GetRoundTrace"):
+            return await _round_trace(generator, request, annotate)
+    except _StatusIsSet:
+        return generation_pb.GetRoundTraceResponse()
+    raise AssertionError("mapped_errors sets a status")
 
 
 async def ingress_check(

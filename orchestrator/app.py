@@ -107,6 +107,17 @@ class OrchestratorReplica:
             self._generator, grpc_context, annotate=lambda status: _annotated(status, wanted)
         )
 
+    async def GetRoundTrace(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.GetRoundTraceRequest, grpc_context: RayServegRPCContext
+    ) -> generation_pb.GetRoundTraceResponse:
+        replica_id = serve.get_replica_context().replica_tag
+        return await api.ingress_get_round_trace(
+            self._generator,
+            request,
+            grpc_context,
+            annotate=lambda traced: replace(traced, orchestrator_id=replica_id),
+        )
+
     async def Check(  # noqa: N802 - the name is the contract's
         self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> HealthCheckResponse:

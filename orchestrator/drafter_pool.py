@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from orchestrator.board import Replica
 from orchestrator.directory import Directory
 from orchestrator.pool import Pool
-from orchestrator.remote_drafts import RemoteDrafts, SeatTaker
+from orchestrator.remote_drafts import DraftCostMeter, RemoteDrafts, SeatTaker
 from orchestrator.replica_client import DrafterClient
 from orchestrator.stall import StallMeter
 from paceline.errors import ModelMismatch, PacelineError
@@ -71,9 +71,9 @@ class DrafterPool(Pool[DrafterClient]):
             group.create_task(self._seat_in_turn())
 
     @contextlib.contextmanager
-    def session(self, spec: SessionSpec, *, draft_deadline_s: float) -> Iterator[RemoteDrafts]:
+    def session(self, spec: SessionSpec, *, meter: DraftCostMeter | None = None) -> Iterator[RemoteDrafts]:
         """A session's drafts; its seat is asked for now, and given back when the block ends, however it ends."""
-        session = RemoteDrafts(self, spec, draft_deadline_s=draft_deadline_s)
+        session = RemoteDrafts(self, spec, meter=meter)
         self._sessions.add(session)
         session.ask()
         try:

@@ -10,19 +10,23 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from orchestrator.loop import OfferedDraft
+from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan
+from orchestrator.proposals import Arrival
 from orchestrator.stall import StallMeter
 from paceline.prefix import TokenPrefix
-from paceline.types import Draft
+from paceline.types import Draft, DraftOrigin
 
 
 class NoDrafts:
     """Plain decoding (`loop.DraftSource`)."""
 
-    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
+    def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
         """Nobody has to know."""
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
+    def available(self, prefix: TokenPrefix, max_length: int) -> int:
+        return 0
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
         return OfferedDraft()
 
     def continues(self, digest: int) -> bool:
@@ -32,12 +36,17 @@ class NoDrafts:
 class Remote(Protocol):
     """The session at the drafter service (`remote_drafts.RemoteDrafts`)."""
 
-    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None: ...
+    def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None: ...
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> Draft | None:
-        """None: the drafter is gone or late; an empty draft: it has nothing to offer."""
+    def available(self, prefix: TokenPrefix, max_length: int) -> int: ...
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> Draft | None:
+        """None: the drafter is gone or late, or not waited for; an empty draft: it has nothing to offer."""
 
     def continues(self, digest: int) -> bool: ...
+
+    def arrival(self, prefix: TokenPrefix) -> Arrival | None:
+        """Of the drafted tokens that are there for the committed ones."""
 
     @property
     def wants_drafts(self) -> bool:
@@ -61,23 +70,29 @@ class DraftsWithFallback:
         self._remote, self._lookup = remote, lookup
         self._clock = _RoundClock(stall) if stall is not None else None
 
-    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
+    def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
         if self._clock is not None:
             self._clock.begin_round()
-        self._remote.commit(prefix, draft_length=draft_length, credit=credit)
+        self._remote.commit(prefix, order)
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
-        draft = await self._remote.draft(prefix, max_length)
-        if self._clock is not None and self._remote.wants_drafts:
+    def available(self, prefix: TokenPrefix, max_length: int) -> int:
+        return self._remote.available(prefix, max_length)
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
+        draft = await self._remote.draft(prefix, plan)
+        # A plan that does not wait for the drafter misses none: more drafters would not have been faster.
+        if self._clock is not None and self._remote.wants_drafts and (draft is not None or plan.enough_length):
             self._clock.note_draft(has_come=draft is not None)
+        if draft is not None and draft.ids:
+            return OfferedDraft(draft, DraftOrigin.AHEAD, self._remote.arrival(prefix))
         if draft is not None:
-            return OfferedDraft(draft)
+            return OfferedDraft()
         if self._lookup is None:
             return OfferedDraft()
         # Built when first needed, then kept up: a healthy drafter costs the orchestrator no index.
         self._lookup.extend(prefix.ids[len(self._lookup) :])
-        found = Draft(self._lookup.propose((), max_length))
-        return OfferedDraft(found, is_fallback=bool(found.ids))
+        found = Draft(self._lookup.propose((), plan.draft_length))
+        return OfferedDraft(found, DraftOrigin.FALLBACK if found.ids else DraftOrigin.NONE)
 
     def continues(self, digest: int) -> bool:
         return self._remote.continues(digest)

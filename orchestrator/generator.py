@@ -9,18 +9,23 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import structlog
 
+from orchestrator.controller import SessionController
+from orchestrator.deployment import Deployment
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafter_watch import DrafterWatch
 from orchestrator.drafting import DraftsWithFallback, Lookup, NoDrafts
 from orchestrator.finish import EndConditions, OutputTracker
-from orchestrator.loop import DraftSource, SpeculationPlan, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import DraftSource, run_session
 from orchestrator.remote_drafts import RemoteDrafts
+from orchestrator.round_trace import RoundTrace
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
 from paceline.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, QueueFull, TargetUnavailable
@@ -41,14 +46,26 @@ from paceline.generation import (
 from paceline.interleaving import interleaved
 from paceline.lookup.ngram import NgramIndex
 from paceline.noise import Purpose, hashed
+from paceline.rounds import TracedRounds
 from paceline.settings import OrchestratorSettings
 from paceline.telemetry import SpeculationMetrics
-from paceline.types import ModelInfo, SamplingParams, SessionSpec, SpeculationStats, TokenLogprobs, VerificationRule
+from paceline.types import (
+    DraftOrigin,
+    ModelInfo,
+    SamplingParams,
+    SessionSpec,
+    SpeculationStats,
+    TokenLogprobs,
+    VerificationRule,
+)
 
 logger = structlog.get_logger(__name__)
 
 # Seeds that we draw ourselves survive JSON readers that keep numbers as doubles.
 _DRAWN_SEED_BITS = 53
+_FIXED_FAN_OUT = 3  # with a fixed draft length, unless the request says otherwise
+_LINES_A_GUESS = 3  # lines of drafted tokens for each guess at one position
+_TEMPERATURE_BANDS = 2  # to a degree: sessions in one begin with what the others have seen
 _REPLAYED_AT_ONCE = 64  # tokens; between such runs other answers get their turn
 
 
@@ -60,7 +77,9 @@ class _Plan:
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]  # of an answer that is resumed, which is an only choice: what the caller has already
     ends: EndConditions
-    speculation: SpeculationPlan
+    schedule: Schedule
+    draft_length: int | None  # tokens; None: decided round by round
+    fan_out: int | None  # None: likewise
     deadline_s: float | None  # time.monotonic()
 
 
@@ -80,6 +99,8 @@ class Generator:
         self._target, self._drafter, self._metrics = target, drafter, metrics
         self._watch = DrafterWatch(metrics)
         self._new_lookup = _fallback(settings)
+        self._trace = RoundTrace()
+        self._deployment = Deployment()
         self.running = 0
 
     def info(self) -> ServerInfo:
@@ -91,8 +112,9 @@ class Generator:
             drafter=self._drafter.info if self._drafter else None,
             speculation=SpeculationOptions(
                 rule=VerificationRule(self._settings.rule),
-                draft_length=self._settings.draft_length,
+                draft_length=_unless_auto(self._settings.draft_length),
                 schedule=Schedule(self._settings.schedule),
+                fan_out=_unless_auto(self._settings.fan_out),
             ),
         )
 
@@ -110,6 +132,14 @@ class Generator:
                 max_answers=self._settings.max_sessions,
                 stall_fraction=self._drafter.stall.fraction if self._drafter else None,
             ),
+        )
+
+    def round_trace(self, *, request_id: str, limit: int) -> Iterator[TracedRounds]:
+        """The last rounds (0: all that are kept), of one request alone if its id is given, in pieces."""
+        infos = (self._target.info, self._drafter.info if self._drafter else None)
+        is_emulated = any(info is not None and info.emulated for info in infos)
+        return (
+            replace(piece, is_emulated=is_emulated) for piece in self._trace.read(request_id=request_id, limit=limit)
         )
 
     def scaling_figures(self) -> dict[str, float]:
@@ -194,11 +224,19 @@ class Generator:
                     spec, verify_deadline_s=self._settings.verify_deadline_s, deadline_s=plan.deadline_s
                 )
             )
-            remote = self._open_drafts(plan, spec, sessions)
+            controller = self._controller(plan, spec)
+            remote = self._open_drafts(plan, spec, sessions, controller)
             drafts = self._with_fallback(remote)
             committed_ids = plan.prompt_ids + plan.output_ids
             rounds = run_session(
-                spec, committed_ids, plan.speculation, target=target, drafts=drafts, output=output, stats=stats
+                spec,
+                committed_ids,
+                controller or self._fixed_planner(plan, spec),
+                target=target,
+                drafts=drafts,
+                output=output,
+                stats=stats,
+                observer=self._trace.observer(spec.session_id),
             )
             async for result in rounds:
                 delivery = result.delivery
@@ -210,17 +248,46 @@ class Generator:
                     logprobs=tuple(map(self._spelled, result.logprobs)),
                     choice=choice,
                 )
+            if remote is not None:
+                stats.num_received_draft_tokens = remote.received_tokens
             self._watch_drafters(remote, spec, stats)
 
     def _spelled(self, logprobs: TokenLogprobs) -> TokenLogprobs:
         """The same with the text of the most probable tokens."""
         return replace(logprobs, top_pieces=tuple(self._tokenizer.decode([token_id]) for token_id, _ in logprobs.top))
 
-    def _open_drafts(self, plan: _Plan, spec: SessionSpec, sessions: AsyncExitStack) -> RemoteDrafts | None:
+    def _open_drafts(
+        self, plan: _Plan, spec: SessionSpec, sessions: AsyncExitStack, controller: SessionController | None
+    ) -> RemoteDrafts | None:
         """The session's drafts from the drafter service; None where it decodes plainly."""
-        if self._drafter is None or plan.speculation.schedule is Schedule.PLAIN:
+        if self._drafter is None or plan.schedule is Schedule.PLAIN:
             return None
-        return sessions.enter_context(self._drafter.session(spec, draft_deadline_s=self._settings.draft_deadline_s))
+        return sessions.enter_context(self._drafter.session(spec, meter=controller))
+
+    def _controller(self, plan: _Plan, spec: SessionSpec) -> SessionController | None:
+        """What decides round by round; None where the request, or the deployment, has decided."""
+        if self._drafter is None or plan.draft_length is not None or plan.schedule is Schedule.PLAIN:
+            return None
+        drafters = frozenset(info.model_id for info in self._drafter.connected)
+        fan_out = {} if plan.fan_out is None else {"max_fan_out": plan.fan_out}
+        return SessionController(
+            self._deployment,
+            group=(drafters, spec.effective_rule, round(_TEMPERATURE_BANDS * spec.sampling.temperature)),
+            schedule=plan.schedule,
+            rule=spec.effective_rule,
+            **fan_out,
+        )
+
+    def _fixed_planner(self, plan: _Plan, spec: SessionSpec) -> FixedPlanner:
+        fan_out = _FIXED_FAN_OUT if plan.fan_out is None else plan.fan_out
+        return FixedPlanner(
+            schedule=plan.schedule,
+            draft_length=plan.draft_length or 0,
+            rule=spec.effective_rule,
+            patience_s=self._settings.draft_deadline_s,
+            branches=_LINES_A_GUESS * fan_out,
+            fan_out=fan_out,
+        )
 
     def _with_fallback(self, remote: RemoteDrafts | None) -> DraftSource:
         if self._drafter is None or remote is None:
@@ -249,7 +316,9 @@ class Generator:
         sampling.check_vocabulary(target.vocab_size)
         _check_ids(request.output_ids, target, holder="output_ids hold", parameter="output_ids")
         options = request.speculation
-        draft_length = self._settings.draft_length if options.draft_length is None else options.draft_length
+        draft_length = (
+            _unless_auto(self._settings.draft_length) if options.draft_length is None else options.draft_length
+        )
         schedule = options.schedule or Schedule(self._settings.schedule)
         first = SessionSpec(
             session_id=uuid.uuid4().hex,
@@ -275,9 +344,9 @@ class Generator:
                 stop=stopping.stop,
                 stop_token_ids=frozenset(end_token_ids),
             ),
-            speculation=SpeculationPlan(
-                schedule=schedule if draft_length and self._drafter else Schedule.PLAIN, draft_length=draft_length
-            ),
+            schedule=Schedule.PLAIN if draft_length == 0 or self._drafter is None else schedule,
+            draft_length=draft_length,
+            fan_out=_unless_auto(self._settings.fan_out) if options.fan_out is None else options.fan_out,
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
 
@@ -312,6 +381,10 @@ class Generator:
         if self._target.info is None:
             raise TargetUnavailable("No target answers; ask again in a moment.")
         return self._target.info
+
+
+def _unless_auto(value: int | Literal["auto"]) -> int | None:
+    return None if value == "auto" else value
 
 
 def _fallback(settings: OrchestratorSettings) -> Callable[[], Lookup | None]:
@@ -387,11 +460,17 @@ def _finished(
             rounds=stats.rounds,
             plain_rounds=stats.plain_rounds,
             fallback_rounds=stats.fallback_rounds,
+            ahead_rounds=stats.rounds_by_origin[DraftOrigin.AHEAD],
+            branch_rounds=stats.rounds_by_origin[DraftOrigin.BRANCH],
+            redraft_rounds=stats.rounds_by_origin[DraftOrigin.REDRAFT],
+            num_rejections=stats.num_rejections,
+            branch_hits=stats.branch_hits,
+            num_received_draft_tokens=stats.num_received_draft_tokens,
             target_busy_s=stats.target_busy_s,
             draft_wait_s=stats.draft_wait_s,
             elapsed_s=elapsed_s,
             rule=plan.specs[choice].rule,
-            schedule=plan.speculation.schedule,
+            schedule=plan.schedule,
         ),
         choice=choice,
     )

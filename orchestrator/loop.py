@@ -1,22 +1,24 @@
 """The life of one session: draft, verify, walk, commit, until the answer ends.
 
-Runs against two small Protocols. `sequential` and `pipelined` are the same loop: they differ in how far ahead of the
-verdict the drafter may go. Knows nothing of gRPC, text or models.
+Runs against small Protocols. All schedules are the same loop: they differ in what a planner orders from the drafter, and
+in how long it waits for it. Knows nothing of gRPC, text or models.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from paceline.generation import Schedule
+from orchestrator.proposals import Arrival
 from paceline.noise import Purpose, uniform
 from paceline.prefix import TokenPrefix, extend_digest
 from paceline.rejection import emitted_logprobs, walk
 from paceline.types import (
+    MAX_DRAFT_LENGTH,
     Draft,
+    DraftOrigin,
     FinishReason,
     Origin,
     SessionSpec,
@@ -28,12 +30,67 @@ from paceline.types import (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOrder:
+    """What the drafter is told behind each verdict."""
+
+    draft_length: int = 0  # tokens of one draft; 0: none wanted
+    credit: int = 0  # tokens beyond the committed ones that may be drafted
+    branches: int = 0  # most lines besides the likeliest one
+    fan_out: int = 0  # most guesses at one position
+    acceptance: float = 0.0  # expected of one token
+    is_due: bool = True  # False: not told now, which costs both sides, but later, with the tokens of then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """What is verified in one round, and how long that waits for drafted tokens."""
+
+    draft_length: int = 0  # most tokens to verify; 0: decode plainly
+    enough_length: int = 0  # with so many the round begins at once; 0: it never waits
+    patience_s: float = 0.0  # the longest wait for them
+    reason: str = ""  # for the round trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOutcome:
+    """What came of one round; tokens and seconds."""
+
+    draft_length: int
+    kept_length: int
+    emitted: int
+    origin: DraftOrigin
+    waited_s: float  # for the draft
+    is_rejection: bool
+    has_continuation: bool  # when the verdict came, drafted tokens were there behind what it committed
+    verify_s: float  # from the draft's leaving for the target to the verdict's arrival
+    step_s: float  # this and the following as the target reports
+    queue_s: float
+    step_sessions: int
+    step_tokens: int
+    round_s: float  # from the last verdict to this one, without what the client took
+
+
+class RoundPlanner(Protocol):
+    """Decides what is drafted and what is verified (`planning.FixedPlanner`, `controller.SessionController`)."""
+
+    def order(self, *, remaining: int) -> DraftOrder:
+        """What the drafter is told now, right behind a verdict; `remaining` tokens may still come."""
+
+    def plan(self, *, available: int, remaining: int) -> RoundPlan:
+        """The next round; `available` drafted tokens are there for the committed ones."""
+
+    def record(self, outcome: RoundOutcome) -> None:
+        """A round has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class OfferedDraft:
-    """A draft for one round, and whether the orchestrator's own lookup had to stand in for the drafter."""
+    """A draft for one round, and where it came from."""
 
     draft: Draft = field(default_factory=Draft)
-    is_fallback: bool = False
+    origin: DraftOrigin = DraftOrigin.NONE
+    arrival: Arrival | None = None  # None: it did not come from a drafter
 
 
 class Target(Protocol):
@@ -46,14 +103,39 @@ class Target(Protocol):
 class DraftSource(Protocol):
     """Where the session's drafts come from. Never raises: a drafter that is gone costs speed alone."""
 
-    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
-        """Say what is committed, and how many tokens beyond that may be drafted."""
+    def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
+        """Say what is committed, and what is wanted behind that."""
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
+    def available(self, prefix: TokenPrefix, max_length: int) -> int:
+        """How many drafted tokens are there for the committed ones, counted up to `max_length`."""
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
         """A draft that continues the committed tokens; empty if none comes in time."""
 
     def continues(self, digest: int) -> bool:
         """Whether a draft is there already for the prefix with that digest."""
+
+
+class Observer(Protocol):
+    """Hears of each round (`round_trace`)."""
+
+    def on_round(self, round_: RoundReport) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """All that is known of one round, for whoever looks on; seconds of `time.perf_counter`."""
+
+    number: int  # in the session, from 0
+    base_length: int
+    order: DraftOrder
+    plan: RoundPlan
+    available: int  # drafted tokens that were there when the round was planned
+    arrival: Arrival | None  # of the draft, if a drafter made it
+    began_s: float  # the last verdict was dealt with
+    draft_s: float  # the draft was in hand
+    verdict_s: float  # the verdict was here
+    outcome: RoundOutcome
 
 
 class Delivery(Protocol):
@@ -88,102 +170,122 @@ class RoundResult(Generic[DeliveryT]):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a delivered token; empty where the session asks for none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationPlan:
-    """How one session speculates."""
+class _Round:
+    """One round in the making: when what happened."""
 
-    schedule: Schedule
-    draft_length: int
+    __slots__ = ("available", "began_s", "draft_s", "number", "offered", "order", "plan", "verdict_s", "was_rejected")
 
-    def draft_length_for(self, remaining: int) -> int:
-        """Tokens worth drafting: the round adds one more by itself, and nothing beyond the answer's end is needed."""
-        if self.schedule is Schedule.PLAIN:
-            return 0
-        return max(0, min(self.draft_length, remaining - 1))
+    def __init__(self) -> None:
+        self.number = 0
+        self.was_rejected = False  # how the round before ended
+        self.begin(DraftOrder(), time.perf_counter())
 
-    def credit_for(self, remaining: int, rule: VerificationRule) -> int:
-        """How far the drafter may go beyond the committed tokens.
-
-        Pipelined, that is the draft in flight and the one behind it. Where the bonus token is emitted and compared with
-        the first token of the draft behind, that draft is one longer, so that as many are left to verify.
-        """
-        draft_length = self.draft_length_for(remaining)
-        if self.schedule is not Schedule.PIPELINED or draft_length == 0:
-            return draft_length
-        ahead = draft_length if rule is VerificationRule.REJECTION else draft_length + 1
-        return min(draft_length + ahead, remaining - 1)
+    def begin(self, order: DraftOrder, now_s: float) -> None:
+        self.order, self.began_s, self.draft_s, self.verdict_s = order, now_s, now_s, now_s
+        self.available, self.plan, self.offered = 0, RoundPlan(), OfferedDraft()
 
 
 async def run_session(
     spec: SessionSpec,
     prompt_ids: Sequence[int],
-    plan: SpeculationPlan,
+    planner: RoundPlanner,
     *,
     target: Target,
     drafts: DraftSource,
     output: Output[DeliveryT],
     stats: SpeculationStats,
+    observer: Observer | None = None,
 ) -> AsyncIterator[RoundResult[DeliveryT]]:
     """Rounds until the output says that the answer has ended; counts them in `stats`.
 
     Raises what `target.verify` raises, and `PayloadInvalid` for a verdict that does not fit the draft or the session:
     everything yielded before is committed and stays valid.
     """
-    rule = spec.effective_rule
     prefix = TokenPrefix(prompt_ids)
-    # The first round has no draft: the first token never waits for a drafter, which reads the prompt meanwhile.
-    offered = OfferedDraft()
+    round_ = _Round()
+    _tell_drafter(round_, prefix, planner, drafts, output)
     while True:
-        drafts.commit(
-            prefix,
-            draft_length=plan.draft_length_for(output.remaining),
-            credit=plan.credit_for(output.remaining, rule),
-        )
+        # The first round has no draft: the first token never waits for a drafter, which reads the prompt meanwhile.
         if len(prefix) > len(prompt_ids):
-            offered = await _next_draft(plan, prefix, drafts, output, stats)
-        draft = offered.draft
-        verdict_rows = await target.verify(prefix, draft)
-        verdict = walk(
-            draft.ids,
-            verdict_rows.rows,
-            accept_uniform=lambda position: uniform(spec.seed, position, Purpose.ACCEPT),
-            base_length=len(prefix),
-            bonus_is_drafted=rule is VerificationRule.REJECTION and _has_next(plan, prefix, draft, drafts, output),
-        )
-        stats.record_round(len(draft), verdict.kept_length, is_fallback=offered.is_fallback)
-        stats.target_busy_s += verdict_rows.step_time_s
+            await _find_draft(round_, prefix, planner, drafts, output)
+        round_.draft_s = time.perf_counter()
+        verdict_rows = await target.verify(prefix, round_.offered.draft)
+        round_.verdict_s = time.perf_counter()
+        verdict = _walk(spec, round_, prefix, verdict_rows, drafts, output)
+        draft = round_.offered.draft
         logprobs = () if spec.logprobs is None else emitted_logprobs(draft.ids, verdict_rows.rows, verdict)
         result = _deliver(output, draft, verdict, logprobs)
         prefix.extend(result.delivery.token_ids)
+        outcome = _outcome(round_, verdict, verdict_rows, result, has_continuation=drafts.continues(prefix.digest()))
+        _count(stats, outcome)
+        planner.record(outcome)
+        if observer is not None:
+            observer.on_round(_report(round_, len(prefix) - outcome.emitted, outcome))
+        is_finished = result.delivery.finish_reason is not None
+        if not is_finished:
+            # Before the client has its tokens: the drafter's time is dearer.
+            _tell_drafter(round_, prefix, planner, drafts, output)
+        handed_over_s = time.perf_counter()
         yield result
-        if result.delivery.finish_reason is not None:
+        if is_finished:
             return
+        round_.number += 1
+        round_.was_rejected = outcome.is_rejection
+        round_.began_s += time.perf_counter() - handed_over_s
 
 
-async def _next_draft(
-    plan: SpeculationPlan,
+def _tell_drafter(
+    round_: _Round, prefix: TokenPrefix, planner: RoundPlanner, drafts: DraftSource, output: Output[DeliveryT]
+) -> None:
+    """A round begins with a commit."""
+    round_.begin(planner.order(remaining=output.remaining), time.perf_counter())
+    drafts.commit(prefix, round_.order)
+
+
+async def _find_draft(
+    round_: _Round, prefix: TokenPrefix, planner: RoundPlanner, drafts: DraftSource, output: Output[DeliveryT]
+) -> None:
+    """Plan the round, and wait for its draft as long as the plan says."""
+    remaining = output.remaining
+    # A round adds one token by itself: nothing is to be drafted beyond the answer's end.
+    most = min(MAX_DRAFT_LENGTH, remaining - 1)
+    round_.available = drafts.available(prefix, most) if most > 0 else 0
+    round_.plan = planner.plan(available=round_.available, remaining=remaining)
+    if round_.plan.draft_length == 0:
+        return
+    offered = await drafts.draft(prefix, round_.plan)
+    if offered.origin is DraftOrigin.AHEAD and not round_.available:
+        offered = replace(offered, origin=DraftOrigin.REDRAFT)
+    elif offered.origin is DraftOrigin.AHEAD and round_.was_rejected:
+        offered = replace(offered, origin=DraftOrigin.BRANCH)
+    round_.offered = offered
+
+
+def _walk(
+    spec: SessionSpec,
+    round_: _Round,
     prefix: TokenPrefix,
+    verdict_rows: VerdictRows,
     drafts: DraftSource,
     output: Output[DeliveryT],
-    stats: SpeculationStats,
-) -> OfferedDraft:
-    draft_length = plan.draft_length_for(output.remaining)
-    if draft_length == 0:
-        return OfferedDraft()
-    started_s = time.perf_counter()
-    offered = await drafts.draft(prefix, draft_length)
-    stats.draft_wait_s += time.perf_counter() - started_s
-    return offered
+) -> Verdict:
+    draft = round_.offered.draft
+    return walk(
+        draft.ids,
+        verdict_rows.rows,
+        accept_uniform=lambda position: uniform(spec.seed, position, Purpose.ACCEPT),
+        base_length=len(prefix),
+        bonus_is_drafted=spec.effective_rule is VerificationRule.REJECTION and _has_next(prefix, draft, drafts, output),
+    )
 
 
-def _has_next(
-    plan: SpeculationPlan, prefix: TokenPrefix, draft: Draft, drafts: DraftSource, output: Output[DeliveryT]
-) -> bool:
-    """Whether the draft behind this one is there and would be verified: then it stands in for the bonus token.
+def _has_next(prefix: TokenPrefix, draft: Draft, drafts: DraftSource, output: Output[DeliveryT]) -> bool:
+    """Whether the draft behind this one is there and may be verified: then it stands in for the bonus token.
 
-    Depends on what has arrived, never on the value of any token that is drawn.
+    Depends on what has arrived, never on the value of any token that is drawn. Should the planner leave it all the same, a
+    round without a draft decides the same position by a draw that nobody has looked at.
     """
-    if not draft.ids or plan.draft_length_for(output.remaining - len(draft)) == 0:
+    if not draft.ids or output.remaining - len(draft) <= 1:
         return False
     digest = prefix.digest()
     for token_id in draft.ids:
@@ -202,3 +304,52 @@ def _deliver(
     delivery = output.accept(ids)
     delivered = len(delivery.token_ids)
     return RoundResult(delivery=delivery, origins=tuple(origins[:delivered]), logprobs=logprobs[:delivered])
+
+
+def _outcome(
+    round_: _Round,
+    verdict: Verdict,
+    rows: VerdictRows,
+    result: RoundResult[DeliveryT],
+    *,
+    has_continuation: bool,
+) -> RoundOutcome:
+    draft_length = len(round_.offered.draft)
+    return RoundOutcome(
+        draft_length=draft_length,
+        kept_length=verdict.kept_length,
+        emitted=len(result.delivery.token_ids),
+        origin=round_.offered.origin,
+        waited_s=round_.draft_s - round_.began_s,
+        is_rejection=verdict.kept_length < draft_length,
+        has_continuation=has_continuation,
+        verify_s=round_.verdict_s - round_.draft_s,
+        step_s=rows.step_time_s,
+        queue_s=rows.queue_time_s,
+        step_sessions=rows.step_sessions,
+        step_tokens=rows.step_tokens,
+        round_s=round_.verdict_s - round_.began_s,
+    )
+
+
+def _count(stats: SpeculationStats, outcome: RoundOutcome) -> None:
+    stats.record_round(
+        outcome.draft_length, outcome.kept_length, origin=outcome.origin, has_continuation=outcome.has_continuation
+    )
+    stats.target_busy_s += outcome.step_s
+    stats.draft_wait_s += outcome.waited_s
+
+
+def _report(round_: _Round, base_length: int, outcome: RoundOutcome) -> RoundReport:
+    return RoundReport(
+        number=round_.number,
+        base_length=base_length,
+        order=round_.order,
+        plan=round_.plan,
+        available=round_.available,
+        arrival=round_.offered.arrival,
+        began_s=round_.began_s,
+        draft_s=round_.draft_s,
+        verdict_s=round_.verdict_s,
+        outcome=outcome,
+    )

@@ -1,8 +1,8 @@
-"""Drafts that the drafter pushed ahead, found again by the prefix they continue. Pure.
+"""Drafted tokens that the drafter pushed, found again by the prefix they continue. Pure.
 
-A proposal is stored under the digest of its prefix and of every longer prefix that it covers. So a draft ahead of the
-verdict, the rest of a draft behind an emitted bonus token, and a branch for another outcome are all one look-up: what
-continues exactly the tokens committed now.
+Each run of tokens, a draft or a branch, is stored under the digest of its prefix and of every longer prefix that it covers.
+So a draft ahead of the verdict, the rest of a draft behind an emitted bonus token, a branch for another outcome and a branch
+of a branch are all one look-up: what continues exactly the tokens committed now.
 """
 
 from __future__ import annotations
@@ -11,84 +11,142 @@ from collections import deque
 from dataclasses import dataclass
 
 from paceline.prefix import extend_digest
-from paceline.types import Draft, Proposal
+from paceline.types import Branch, Draft, Proposal
 
 
 @dataclass(frozen=True, slots=True)
-class _Continuation:
-    proposal: Proposal
-    offset: int  # tokens of the proposal's draft that the prefix holds already
-    end_digest: int  # of the prefix plus the whole draft
+class Arrival:
+    """When drafted tokens came, and what the drafter spent on the proposal that they came with."""
+
+    arrived_s: float  # by whatever clock the store is told
+    draft_time_s: float
+    draft_steps: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Tokens that continue one another. `digests[i]` is that of the prefix with the first i of them."""
+
+    draft: Draft
+    digests: tuple[int, ...]  # one more than tokens
+    end_length: int  # of the prefix with all of them
+    arrival: Arrival
 
 
 class ProposalStore:
-    """Invariant: every continuation belongs to one of the last `max_proposals` proposals."""
+    """Invariant: it holds at most `max_runs` runs of at most `max_tokens` tokens in all, and leads to no others."""
 
-    def __init__(self, *, max_proposals: int = 256) -> None:
-        self._by_prefix: dict[int, _Continuation] = {}
-        self._order: deque[tuple[Proposal, list[int]]] = deque()
-        self._max_proposals = max_proposals
+    def __init__(self, *, max_runs: int = 512, max_tokens: int = 4096) -> None:
+        self._by_prefix: dict[int, tuple[_Run, int]] = {}  # by digest: the run, and how many of its tokens that holds
+        self._runs: deque[_Run] = deque()
+        self._max_runs, self._max_tokens = max_runs, max_tokens
+        self._ends: set[int] = set()  # prefixes that the drafter had nothing to offer for, as far as it knew by then
+        self._tokens = 0
         self._committed_length = 0
 
     def __len__(self) -> int:
-        return len(self._order)
+        """Runs held."""
+        return len(self._runs)
 
-    def add(self, proposal: Proposal) -> None:
-        """Store a proposal. The first to arrive for a prefix is kept, whatever its tokens are.
+    @property
+    def tokens(self) -> int:
+        """Drafted tokens held, whatever they continue."""
+        return self._tokens
 
-        "Nothing to offer" counts for the committed tokens alone: ahead of a verdict the drafter knew less than it will.
+    def add(self, proposal: Proposal, *, now_s: float = 0.0) -> None:
+        """Store a proposal. What arrives first for a prefix is kept, whatever its tokens are.
+
+        "Nothing to offer" is an empty draft for the committed tokens alone: behind drafted ones it says that no more is to
+        come, until the next commit, for then the drafter knows more.
         """
-        if not proposal.draft.ids and proposal.base_length != self._committed_length:
-            return
-        digests = [proposal.prefix_digest]
-        for token_id in proposal.draft.ids:
-            digests.append(extend_digest(digests[-1], token_id))
-        end = digests[-1]
-        for offset, digest in enumerate(digests[:-1] or digests):
-            self._by_prefix.setdefault(digest, _Continuation(proposal, offset, end))
-        self._order.append((proposal, digests))
-        while len(self._order) > self._max_proposals:
+        arrival = Arrival(now_s, proposal.draft_time_s, proposal.draft_steps)
+        has_nothing = not proposal.draft.ids and not proposal.branches
+        if proposal.draft.ids or (has_nothing and proposal.base_length == self._committed_length):
+            self._add_run(proposal.base_length, proposal.prefix_digest, proposal.draft, arrival)
+        elif has_nothing:
+            self._ends.add(proposal.prefix_digest)
+        for branch in proposal.branches:
+            self._add_branch(branch, arrival)
+        while len(self._runs) > self._max_runs or self._tokens > self._max_tokens:
             self._drop_oldest()
 
     def find(self, digest: int, max_length: int) -> Draft | None:
         """The draft that continues the prefix with that digest, of at most `max_length` tokens.
 
-        Joins proposals that continue one another. None: nothing has arrived for this prefix; an empty draft: the
-        drafter has nothing to offer for it.
+        Joins runs that continue one another. None: nothing has arrived for this prefix; an empty draft: the drafter has
+        nothing to offer for it.
         """
         found = self._by_prefix.get(digest)
         if found is None:
             return None
-        draft = found.proposal.draft[found.offset :]
+        run, offset = found
+        draft = run.draft[offset:]
         while len(draft) < max_length:
-            found = self._by_prefix.get(found.end_digest)
-            if found is None or not found.proposal.draft.ids or not draft.joins(found.proposal.draft):
+            found = self._by_prefix.get(run.digests[-1])
+            if found is None or not found[0].draft.ids or not draft.joins(found[0].draft):
                 break
-            draft += found.proposal.draft[found.offset :]
+            run, offset = found
+            draft += run.draft[offset:]
         return draft[:max_length]
+
+    def available(self, digest: int, max_length: int) -> int:
+        """How many tokens `find` would give."""
+        available, following = 0, self._by_prefix.get(digest)
+        joins = True
+        while following is not None and joins and available < max_length:
+            run, offset = following
+            available += len(run.draft) - offset
+            following = self._by_prefix.get(run.digests[-1])
+            joins = following is not None and bool(following[0].draft.ids) and run.draft.joins(following[0].draft)
+        return min(available, max_length)
+
+    def arrival(self, digest: int) -> Arrival | None:
+        """Of the first tokens that `find` gives."""
+        found = self._by_prefix.get(digest)
+        return None if found is None else found[0].arrival
+
+    def is_complete(self, digest: int) -> bool:
+        """Whether the drafter has said that nothing is to come behind what `find` gives."""
+        while (found := self._by_prefix.get(digest)) is not None and found[0].draft.ids:
+            digest = found[0].digests[-1]
+        return found is not None or digest in self._ends
 
     def continues(self, digest: int) -> bool:
         """Whether at least one token is there for the prefix with that digest."""
         found = self._by_prefix.get(digest)
-        return found is not None and bool(found.proposal.draft.ids)
+        return found is not None and bool(found[0].draft.ids)
 
     def prune(self, committed_length: int) -> None:
-        """Drop proposals that end before the committed length; those that reach beyond still serve by their rest."""
+        """Drop runs that end before the committed length; those that reach beyond still serve by their rest."""
         self._committed_length = committed_length
-        while self._order and _end_length(self._order[0][0]) < committed_length:
+        self._ends.clear()
+        while self._runs and self._runs[0].end_length < committed_length:
             self._drop_oldest()
 
     def clear(self) -> None:
         self._by_prefix.clear()
-        self._order.clear()
+        self._runs.clear()
+        self._ends.clear()
+        self._tokens = 0
+
+    def _add_branch(self, branch: Branch, arrival: Arrival) -> None:
+        if branch.draft.ids and branch.base_length + len(branch.draft) > self._committed_length:
+            self._add_run(branch.base_length, branch.prefix_digest, branch.draft, arrival)
+
+    def _add_run(self, base_length: int, prefix_digest: int, draft: Draft, arrival: Arrival) -> None:
+        digests = [prefix_digest]
+        for token_id in draft.ids:
+            digests.append(extend_digest(digests[-1], token_id))
+        run = _Run(draft, tuple(digests), base_length + len(draft), arrival)
+        for offset, digest in enumerate(digests[:-1] or digests):
+            self._by_prefix.setdefault(digest, (run, offset))
+        self._runs.append(run)
+        self._tokens += len(draft)
 
     def _drop_oldest(self) -> None:
-        proposal, digests = self._order.popleft()
-        for digest in digests:
+        run = self._runs.popleft()
+        self._tokens -= len(run.draft)
+        for digest in run.digests:
             found = self._by_prefix.get(digest)
-            if found is not None and found.proposal is proposal:
+            if found is not None and found[0] is run:
                 del self._by_prefix[digest]
-
-
-def _end_length(proposal: Proposal) -> int:
-    return proposal.base_length + len(proposal.draft)

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import structlog
 
 from orchestrator.board import Replica
+from orchestrator.loop import DraftOrder, RoundPlan
 from orchestrator.pool import Seat
-from orchestrator.proposals import ProposalStore
+from orchestrator.proposals import Arrival, ProposalStore
 from orchestrator.replica_client import DrafterClient, PeerSession
 from paceline.errors import Draining, LengthMismatch, PacelineError, QueueFull, SessionNotFound
 from paceline.prefix import TokenPrefix
-from paceline.types import Draft, ModelInfo, SessionSpec
+from paceline.types import Draft, ModelInfo, Proposal, SessionSpec
 from paceline.v1 import drafter_service_pb2 as drafter_pb
 from paceline.v1 import session_pb2 as session_pb
 from paceline.wire import failure_from_proto, open_to_proto, proposal_from_proto
@@ -50,14 +51,23 @@ class DrafterSeats(Protocol):
     def count_move(self, reason: str) -> None: ...
 
 
+class DraftCostMeter(Protocol):
+    """Whoever wants to know what drafts cost (`costs.DraftCosts`)."""
+
+    def on_draft(self, *, tokens: int, steps: int, seconds: float) -> None:
+        """So many tokens, branches included, took the drafter so many steps of that many seconds in all."""
+
+    def on_redraft(self, *, first_s: float) -> None:
+        """Nothing was there for the committed tokens; the first token came so long after the drafter was told of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Commit:
     """What a drafter is told behind each round."""
 
     prefix: TokenPrefix
     base_length: int
-    draft_length: int
-    credit: int
+    order: DraftOrder
 
 
 class RemoteDrafts:
@@ -67,9 +77,11 @@ class RemoteDrafts:
     at all, and the pause doubles with each miss in a row.
     """
 
-    def __init__(self, seats: DrafterSeats, spec: SessionSpec, *, draft_deadline_s: float) -> None:
-        self._seats, self._spec, self._draft_deadline_s = seats, spec, draft_deadline_s
+    def __init__(self, seats: DrafterSeats, spec: SessionSpec, *, meter: DraftCostMeter | None = None) -> None:
+        self._seats, self._spec, self._meter = seats, spec, meter
         self._store = ProposalStore()
+        self.received_tokens = 0  # drafted ones, branches included
+        self._missing_since: tuple[int, float] | None = None  # the digest that nothing was there for, and when that was
         self._epoch = 0
         self._seat: Seat[DrafterClient] | None = None
         self._is_open = False  # at the seat
@@ -100,26 +112,36 @@ class RemoteDrafts:
         """Ask for a seat in the background."""
         self._seats.ask(self._spec.session_id, self, tokens=self._spec.prompt_length)
 
-    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
+    def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
         self._store.prune(len(prefix))
-        self._last_commit = _Commit(prefix, len(prefix), draft_length, credit)
-        self._send_commit(self._last_commit)
+        self._last_commit = _Commit(prefix, len(prefix), order)
+        if order.is_due:
+            self._send_commit(self._last_commit)
+            self._note_missing(prefix.digest(), order)
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> Draft | None:
-        """The drafter's draft; empty if it has nothing to offer, None if it is gone or late."""
-        draft = self._store.find(prefix.digest(), max_length)
+    def available(self, prefix: TokenPrefix, max_length: int) -> int:
+        """Drafted tokens that are there for the committed ones."""
+        return self._store.available(prefix.digest(), max_length)
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> Draft | None:
+        """The drafter's draft; empty if it has nothing to offer, None if it is gone, late, or not waited for."""
+        digest = prefix.digest()
+        draft = self._store.find(digest, plan.draft_length)
         if draft is not None:
             self._misses = self._rounds_to_skip = 0
+        if self._is_enough(draft, digest, plan) or not self._is_open or not self._is_awaited:
             return draft
-        if not self._is_open or not self._is_awaited:
-            return None
         if self._rounds_to_skip:
             self._rounds_to_skip -= 1
-            return None
-        return await self._wait_for_draft(prefix.digest(), max_length)
+            return draft
+        return await self._wait_for_draft(digest, plan)
 
     def continues(self, digest: int) -> bool:
         return self._store.continues(digest)
+
+    def arrival(self, prefix: TokenPrefix) -> Arrival | None:
+        """Of the drafted tokens that are there for the committed ones, in seconds of `time.perf_counter`."""
+        return self._store.arrival(prefix.digest())
 
     def close(self) -> None:
         """End the session where it is open, give the seat back or stop asking for one."""
@@ -156,10 +178,12 @@ class RemoteDrafts:
 
     def _on_proposal(self, message: drafter_pb.Proposal) -> None:
         try:
-            self._store.add(proposal_from_proto(message, vocab_size=self._spec.vocab_size))
+            proposal = proposal_from_proto(message, vocab_size=self._spec.vocab_size)
         except PacelineError as error:
             self._on_failed(error)
             return
+        self._store.add(proposal, now_s=time.perf_counter())
+        self._measure(proposal)
         self._useless_seats = 0
         self._is_awaited = True
         self._arrived.set()
@@ -174,6 +198,23 @@ class RemoteDrafts:
             self._give_up()
         self._is_open = False
         self._arrived.set()
+
+    # ---- what drafts cost
+
+    def _note_missing(self, digest: int, order: DraftOrder) -> None:
+        is_missing = order.draft_length > 0 and self._is_open and not self._store.continues(digest)
+        self._missing_since = (digest, time.perf_counter()) if is_missing else None
+
+    def _measure(self, proposal: Proposal) -> None:
+        tokens = len(proposal.draft) + sum(len(branch.draft) for branch in proposal.branches)
+        self.received_tokens += tokens
+        if self._meter is None:
+            return
+        if proposal.draft_steps:
+            self._meter.on_draft(tokens=tokens, steps=proposal.draft_steps, seconds=proposal.draft_time_s)
+        if self._missing_since is not None and self._store.continues(self._missing_since[0]):
+            self._meter.on_redraft(first_s=time.perf_counter() - self._missing_since[1])
+            self._missing_since = None
 
     # ---- the seat
 
@@ -215,23 +256,43 @@ class RemoteDrafts:
 
     # ---- one round
 
-    async def _wait_for_draft(self, digest: int, max_length: int) -> Draft | None:
-        deadline_s = time.monotonic() + self._draft_deadline_s
+    def _is_enough(self, draft: Draft | None, digest: int, plan: RoundPlan) -> bool:
+        """Whether the round begins with this."""
+        if draft is None:
+            return plan.enough_length == 0
+        return len(draft) >= min(plan.enough_length, plan.draft_length, self._room) or self._store.is_complete(digest)
+
+    @property
+    def _room(self) -> int:
+        """How many tokens the drafter's context leaves behind the committed ones."""
+        commit, info = self._last_commit, self._seat.client.info if self._seat is not None else None
+        return info.max_context - commit.base_length if commit is not None and info is not None else 0
+
+    async def _wait_for_draft(self, digest: int, plan: RoundPlan) -> Draft | None:
+        """What there is when it is enough, or when the patience has run out."""
+        deadline_s = time.monotonic() + plan.patience_s
         epoch = self._epoch
+        draft = None
         while self._is_open and self._epoch == epoch:
             self._arrived.clear()
             try:
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     await self._arrived.wait()
             except TimeoutError:
-                self._misses += 1
-                self._rounds_to_skip = min(2**self._misses, 64)
-                return None
-            draft = self._store.find(digest, max_length)
-            if draft is not None:
+                return self._after_patience(digest, plan)
+            draft = self._store.find(digest, plan.draft_length)
+            if self._is_enough(draft, digest, plan):
                 self._misses = 0
                 return draft
-        return None
+        return draft
+
+    def _after_patience(self, digest: int, plan: RoundPlan) -> Draft | None:
+        """Some tokens, if not enough, are better than none."""
+        draft = self._store.find(digest, plan.draft_length)
+        if draft is None:
+            self._misses += 1
+            self._rounds_to_skip = min(2**self._misses, 64)
+        return draft
 
     def _send_commit(self, commit: _Commit) -> None:
         if self._seat is None or self._given_up or not self._fits(self._seat.client, commit.base_length):
@@ -242,8 +303,11 @@ class RemoteDrafts:
             commit=drafter_pb.Commit(
                 base_length=commit.base_length,
                 committed_ids=commit.prefix.ids[self._sent_length :],
-                draft_length=commit.draft_length,
-                credit=commit.credit,
+                draft_length=commit.order.draft_length,
+                credit=commit.order.credit,
+                branches=commit.order.branches,
+                fan_out=commit.order.fan_out,
+                acceptance=commit.order.acceptance,
             )
         )
         self._sent_length = commit.base_length

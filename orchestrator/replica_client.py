@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc.aio
@@ -32,7 +33,17 @@ _INFO_TIMEOUT_S = 5.0
 _RECONNECT_S = 0.25
 
 CommandT = TypeVar("CommandT", bound=Message)
+CommandT_contra = TypeVar("CommandT_contra", bound=Message, contravariant=True)
 EventT = TypeVar("EventT", bound=Any)
+
+
+class Stream(Protocol[CommandT_contra]):
+    """An open stream to a replica (`streams.PairStream`)."""
+
+    def send(self, item: CommandT_contra) -> None: ...
+
+    async def run(self) -> str:
+        """Exchange items until the stream ends; says in a few words how it did."""
 
 
 class PeerSession(Protocol):
@@ -66,7 +77,7 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
         self.refusal: PacelineError | None = None  # why the replica that answers is not used
         self.stale_items = 0
         self._board, self._admit, self._silence_limit_s = board, admit, silence_limit_s
-        self._stream: PairStream[Any, Any] | None = None
+        self._stream: Stream[Any] | None = None
         self._sessions: dict[str, PeerSession] = {}
         self._settled = asyncio.Event()
 
@@ -82,7 +93,7 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
     async def run(self) -> None:
         """Keep a stream to the replica until cancelled."""
         try:
-            async with open_channel(self.replica.address) as channel:
+            async with self._open_channel() as channel:
                 while True:
                     await self._run_once(channel)
                     await asyncio.sleep(_RECONNECT_S)
@@ -105,11 +116,15 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
         for session in list(self._sessions.values()):
             session.on_draining()
 
+    def _open_channel(self) -> AbstractAsyncContextManager[Any]:
+        """What the replica is reached through, again and again, until the block ends."""
+        return open_channel(self.replica.address)
+
     @abstractmethod
     async def _fetch_info(self, channel: grpc.aio.Channel) -> session_pb.ModelInfo: ...
 
     @abstractmethod
-    def _open_stream(self, channel: grpc.aio.Channel) -> PairStream[CommandT, EventT]: ...
+    def _open_stream(self, channel: grpc.aio.Channel) -> Stream[CommandT]: ...
 
     async def _run_once(self, channel: grpc.aio.Channel) -> None:
         """One connection, from its identification to its end."""
@@ -140,7 +155,7 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
         self.info, self.refusal = info, None
         return True
 
-    async def _serve(self, stream: PairStream[CommandT, EventT]) -> None:
+    async def _serve(self, stream: Stream[CommandT]) -> None:
         assert self.info is not None, "identified before it is streamed with"
         self._stream = stream
         self._board.connect(self.replica.replica_id)
@@ -191,7 +206,7 @@ class TargetClient(ReplicaClient[target_pb.TargetCommand, target_pb.TargetEvent]
         )
         return reply.info
 
-    def _open_stream(self, channel: grpc.aio.Channel) -> PairStream[target_pb.TargetCommand, target_pb.TargetEvent]:
+    def _open_stream(self, channel: grpc.aio.Channel) -> Stream[target_pb.TargetCommand]:
         return PairStream(
             target_grpc.TargetServiceStub(channel).Verify(),
             wrap=lambda commands: target_pb.VerifyRequest(commands=commands),
@@ -213,7 +228,7 @@ class DrafterClient(ReplicaClient[drafter_pb.DrafterCommand, drafter_pb.DrafterE
         )
         return reply.info
 
-    def _open_stream(self, channel: grpc.aio.Channel) -> PairStream[drafter_pb.DrafterCommand, drafter_pb.DrafterEvent]:
+    def _open_stream(self, channel: grpc.aio.Channel) -> Stream[drafter_pb.DrafterCommand]:
         return PairStream(
             drafter_grpc.DrafterServiceStub(channel).Draft(),
             wrap=lambda commands: drafter_pb.DraftRequest(commands=commands),

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from orchestrator.api import SERVICE_NAME, GenerationServicer
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
+from orchestrator.colocated import ADDRESS, load_target, target_here
 from orchestrator.directory import Directory, StaticDirectory
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.generator import Generator
 from orchestrator.remote_target import FailoverLimits
-from orchestrator.target_pool import TargetPool
+from orchestrator.replica_client import TargetClient
+from orchestrator.target_pool import NewTargetClient, TargetPool
 from orchestrator.text import Tokenizer
 from paceline.engine.checkpoint import resolve_checkpoint
 from paceline.errors import StartupFailed
-from paceline.model_service import use_threads
+from paceline.model_service import ModelService, use_threads
 from paceline.process import Lifetime, Serve, run_service, until_idle
 from paceline.rpc import Server
 from paceline.settings import OrchestratorSettings
@@ -32,18 +34,31 @@ logger = structlog.get_logger(__name__)
 
 
 def prepare(settings: OrchestratorSettings) -> Serve:
+    if settings.colocated_target is not None:
+        target = load_target(settings.colocated_target)
+        return lambda lifetime: serve_colocated(lifetime, settings, target)
     # The orchestrator multiplies nothing: one thread keeps torch's pool from starting.
     use_threads(settings.threads or 1)
     return lambda lifetime: serve_orchestrator(lifetime, settings)
 
 
-async def serve_orchestrator(lifetime: Lifetime, settings: OrchestratorSettings) -> None:
-    """Connect, then serve until asked to stop; raises `StartupFailed` if no target can be reached."""
-    if not settings.target_addresses:
+async def serve_orchestrator(
+    lifetime: Lifetime,
+    settings: OrchestratorSettings,
+    *,
+    target_addresses: Sequence[str] = (),
+    new_target_client: NewTargetClient = TargetClient,
+) -> None:
+    """Connect, then serve until asked to stop; raises `StartupFailed` if no target can be reached.
+
+    The targets are those of the settings, unless they are given with what makes their clients.
+    """
+    target_addresses = target_addresses or settings.target_addresses
+    if not target_addresses:
         raise StartupFailed("There is no target; name one or several by --target.")
     registry = CollectorRegistry()
     serve_metrics(registry, host=settings.host, port=settings.metrics_port)
-    targets = StaticDirectory(settings.target_addresses, PoolBoard(most_room_first))
+    targets = StaticDirectory(target_addresses, PoolBoard(most_room_first))
     drafters = StaticDirectory(settings.drafter_addresses, PoolBoard(nearest_first))
     async with open_generator(
         settings,
@@ -51,8 +66,15 @@ async def serve_orchestrator(lifetime: Lifetime, settings: OrchestratorSettings)
         drafters=drafters if settings.drafter_addresses else None,
         registry=registry,
         on_broken=lifetime.stop,
+        new_target_client=new_target_client,
     ) as generator:
         await _serve(lifetime, settings, generator)
+
+
+async def serve_colocated(lifetime: Lifetime, settings: OrchestratorSettings, target: ModelService[Any, Any]) -> None:
+    """Serve with a target in this process, which is ready, until asked to stop; raises if its model thread breaks."""
+    async with target_here(target, on_broken=lifetime.stop) as new_target_client:
+        await serve_orchestrator(lifetime, settings, target_addresses=[ADDRESS], new_target_client=new_target_client)
 
 
 def _ignore() -> None:
@@ -67,6 +89,7 @@ async def open_generator(
     drafters: Directory | None,
     registry: CollectorRegistry,
     on_broken: Callable[[], None] = _ignore,
+    new_target_client: NewTargetClient = TargetClient,
 ) -> AsyncIterator[Generator]:
     """A generator over the pools of two directories, connected until the block ends.
 
@@ -80,6 +103,7 @@ async def open_generator(
             limits=FailoverLimits(timeout_s=settings.failover_timeout_s, max_migrations=settings.max_migrations),
             silence_limit_s=settings.silence_limit_s,
             metrics=pool_metrics,
+            new_client=new_target_client,
         )
         await connections.enter_async_context(_kept_connected(target, on_broken))
         target_info = await _connected_target(target, settings)

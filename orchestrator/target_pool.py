@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from orchestrator.board import Replica
+from orchestrator.board import PoolBoard, Replica
 from orchestrator.directory import Directory
 from orchestrator.pool import Pool
 from orchestrator.remote_target import FailoverLimits, RemoteTarget
@@ -13,6 +14,19 @@ from orchestrator.replica_client import TargetClient
 from paceline.errors import ModelMismatch
 from paceline.telemetry import PoolMetrics
 from paceline.types import ModelInfo, SessionSpec
+
+
+class NewTargetClient(Protocol):
+    """Makes the connection to a target; `TargetClient` itself, where that is reached over gRPC."""
+
+    def __call__(
+        self,
+        replica: Replica,
+        board: PoolBoard,
+        *,
+        admit: Callable[[Replica, ModelInfo], None],
+        silence_limit_s: float,
+    ) -> TargetClient: ...
 
 
 class TargetPool(Pool[TargetClient]):
@@ -27,9 +41,10 @@ class TargetPool(Pool[TargetClient]):
         limits: FailoverLimits,
         silence_limit_s: float,
         metrics: PoolMetrics,
+        new_client: NewTargetClient = TargetClient,
     ) -> None:
         super().__init__(directory, silence_limit_s=silence_limit_s, metrics=metrics)
-        self._limits = limits
+        self._limits, self._make_client = limits, new_client
         self.info: ModelInfo | None = None  # of the first target that was used; None: none yet
 
     @contextlib.contextmanager
@@ -54,7 +69,7 @@ class TargetPool(Pool[TargetClient]):
         self.board.trust(replica.replica_id)
 
     def _new_client(self, replica: Replica) -> TargetClient:
-        return TargetClient(replica, self.board, admit=self._admit, silence_limit_s=self._silence_limit_s)
+        return self._make_client(replica, self.board, admit=self._admit, silence_limit_s=self._silence_limit_s)
 
     def _admit(self, replica: Replica, info: ModelInfo) -> None:
         """The first target says what all must be: an answer may go on at any of them."""

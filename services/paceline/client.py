@@ -67,10 +67,12 @@ from paceline.generation_wire import (
     event_from_proto,
     request_to_proto,
     server_info_from_proto,
+    traced_rounds_from_proto,
 )
 from paceline.interleaving import interleaved
+from paceline.rounds import RoundRecord, TracedRounds
 from paceline.rpc import APPLICATION_METADATA, DEADLINE_METADATA_KEY, ERROR_DOMAIN, open_channel
-from paceline.types import FinishReason, Origin, SamplingParams, TokenLogprobs, VerificationRule
+from paceline.types import DraftOrigin, FinishReason, Origin, SamplingParams, TokenLogprobs, VerificationRule
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -79,6 +81,7 @@ __all__ = [
     "Completion",
     "Delta",
     "DeploymentStatus",
+    "DraftOrigin",
     "Event",
     "FinishReason",
     "Finished",
@@ -89,6 +92,7 @@ __all__ = [
     "Origin",
     "PoolStatus",
     "ReplicaStatus",
+    "RoundRecord",
     "SamplingParams",
     "Schedule",
     "ServerInfo",
@@ -98,6 +102,7 @@ __all__ = [
     "Started",
     "StopConditions",
     "TokenLogprobs",
+    "TracedRounds",
     "Usage",
     "VerificationRule",
     "complete",
@@ -209,6 +214,17 @@ class GenerationClient:
         """The pools as one orchestrator sees them, and how busy it is; behind an endpoint there may be several."""
         request = generation_pb.GetPoolStatusRequest()
         return deployment_status_from_proto(await self._ask(self._stub().GetPoolStatus, request, timeout_s=timeout_s))
+
+    async def round_trace(
+        self, *, request_id: str = "", limit: int = 0, timeout_s: float = INFO_TIMEOUT_S
+    ) -> TracedRounds:
+        """The last `limit` rounds (0: all) that one orchestrator remembers, of one request alone if its id is given.
+
+        `request_id` is `Started.request_id`; of a request for several answers, all of them. Behind an endpoint there may
+        be several orchestrators, each of which knows its own rounds.
+        """
+        request = generation_pb.GetRoundTraceRequest(request_id=request_id, limit=limit)
+        return traced_rounds_from_proto(await self._ask(self._stub().GetRoundTrace, request, timeout_s=timeout_s))
 
     async def _ask(self, method: Callable[..., Awaitable[ReplyT]], request: Message, *, timeout_s: float) -> ReplyT:
         """The one reply to a question about the server."""

@@ -13,6 +13,7 @@ from enum import StrEnum
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.types import (
     MAX_DRAFT_LENGTH,
+    MAX_FAN_OUT,
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_TENANT_LENGTH,
@@ -67,6 +68,7 @@ class SpeculationOptions:
     rule: VerificationRule | None = None
     draft_length: int | None = None  # tokens of one draft, 0 to 64; 0 decodes plainly
     schedule: Schedule | None = None
+    fan_out: int | None = None  # most guesses at one position that branches are drafted for, 0 to 16; 0: no branches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ class GenerationRequest:
         _check_sampling(self.sampling)
         _check_stopping(self.stopping)
         _require_range("draft_length", _present(self.speculation.draft_length), highest=MAX_DRAFT_LENGTH)
+        _require_range("fan_out", _present(self.speculation.fan_out), highest=MAX_FAN_OUT)
         _require_range("seed", _present(self.seed), highest=MAX_SEED)
         _require_range("output_ids", self.output_ids)
         _require_range("logprobs", _present(self.logprobs), highest=MAX_LOGPROBS)
@@ -242,6 +245,12 @@ class SpeculationUsage:
     rounds: int = 0
     plain_rounds: int = 0
     fallback_rounds: int = 0
+    ahead_rounds: int = 0
+    branch_rounds: int = 0
+    redraft_rounds: int = 0
+    num_rejections: int = 0
+    branch_hits: int = 0
+    num_received_draft_tokens: int = 0
     target_busy_s: float = 0.0
     draft_wait_s: float = 0.0
     elapsed_s: float = 0.0

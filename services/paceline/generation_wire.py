@@ -26,7 +26,8 @@ from paceline.generation import (
     StopConditions,
     Usage,
 )
-from paceline.types import FinishReason, Origin, TokenLogprobs
+from paceline.rounds import RoundRecord, TracedRounds
+from paceline.types import DraftOrigin, FinishReason, Origin, TokenLogprobs
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1 import session_pb2 as session_pb
 from paceline.wire import (
@@ -53,9 +54,17 @@ _FINISH_REASON_TO_PROTO = {
     FinishReason.STOP: generation_pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: generation_pb.FINISH_REASON_LENGTH,
 }
+_DRAFT_ORIGIN_TO_PROTO = {
+    DraftOrigin.AHEAD: generation_pb.DRAFT_ORIGIN_AHEAD,
+    DraftOrigin.BRANCH: generation_pb.DRAFT_ORIGIN_BRANCH,
+    DraftOrigin.REDRAFT: generation_pb.DRAFT_ORIGIN_REDRAFT,
+    DraftOrigin.FALLBACK: generation_pb.DRAFT_ORIGIN_FALLBACK,
+    DraftOrigin.NONE: generation_pb.DRAFT_ORIGIN_NONE,
+}
 _SCHEDULE_FROM_PROTO = {number: schedule for schedule, number in _SCHEDULE_TO_PROTO.items()}
 _ORIGIN_FROM_PROTO = {number: origin for origin, number in _ORIGIN_TO_PROTO.items()}
 _FINISH_REASON_FROM_PROTO = {number: reason for reason, number in _FINISH_REASON_TO_PROTO.items()}
+_DRAFT_ORIGIN_FROM_PROTO = {number: origin for origin, number in _DRAFT_ORIGIN_TO_PROTO.items()}
 
 Number = TypeVar("Number", bound=int)
 Value = TypeVar("Value")
@@ -123,6 +132,7 @@ def _options_to_proto(options: SpeculationOptions) -> generation_pb.SpeculationO
         rule=RULE_TO_PROTO[options.rule] if options.rule else session_pb.VERIFICATION_RULE_UNSPECIFIED,
         draft_length=options.draft_length,
         schedule=_SCHEDULE_TO_PROTO[options.schedule] if options.schedule else generation_pb.SCHEDULE_UNSPECIFIED,
+        fan_out=options.fan_out,
     )
 
 
@@ -137,6 +147,7 @@ def _options_from_proto(message: generation_pb.SpeculationOptions) -> Speculatio
         rule=RULE_FROM_PROTO.get(message.rule),
         draft_length=message.draft_length if message.HasField("draft_length") else None,
         schedule=_SCHEDULE_FROM_PROTO.get(message.schedule),
+        fan_out=message.fan_out if message.HasField("fan_out") else None,
     )
 
 
@@ -255,6 +266,12 @@ def _usage_to_proto(usage: SpeculationUsage) -> generation_pb.SpeculationUsage:
         rounds=usage.rounds,
         plain_rounds=usage.plain_rounds,
         fallback_rounds=usage.fallback_rounds,
+        ahead_rounds=usage.ahead_rounds,
+        branch_rounds=usage.branch_rounds,
+        redraft_rounds=usage.redraft_rounds,
+        num_rejections=usage.num_rejections,
+        branch_hits=usage.branch_hits,
+        num_received_draft_tokens=usage.num_received_draft_tokens,
         target_busy_s=usage.target_busy_s,
         draft_wait_s=usage.draft_wait_s,
         elapsed_s=usage.elapsed_s,
@@ -276,6 +293,12 @@ def _usage_from_proto(message: generation_pb.SpeculationUsage) -> SpeculationUsa
         rounds=message.rounds,
         plain_rounds=message.plain_rounds,
         fallback_rounds=message.fallback_rounds,
+        ahead_rounds=message.ahead_rounds,
+        branch_rounds=message.branch_rounds,
+        redraft_rounds=message.redraft_rounds,
+        num_rejections=message.num_rejections,
+        branch_hits=message.branch_hits,
+        num_received_draft_tokens=message.num_received_draft_tokens,
         target_busy_s=message.target_busy_s,
         draft_wait_s=message.draft_wait_s,
         elapsed_s=message.elapsed_s,
@@ -376,4 +399,92 @@ def _replica_from_proto(message: generation_pb.ReplicaStatus) -> ReplicaStatus:
         acceptance_rate=message.acceptance_rate if message.HasField("acceptance_rate") else None,
         is_draining=message.is_draining,
         is_connected=message.is_connected,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The round trace
+
+
+def traced_rounds_to_proto(traced: TracedRounds) -> generation_pb.GetRoundTraceResponse:
+    """Pieces that follow one another are merged as messages, in their order."""
+    return generation_pb.GetRoundTraceResponse(
+        records=[_record_to_proto(record) for record in traced.records],
+        dropped=traced.dropped,
+        clock_offset_s=traced.clock_offset_s,
+        is_emulated=traced.is_emulated,
+        orchestrator_id=traced.orchestrator_id,
+    )
+
+
+def traced_rounds_from_proto(message: generation_pb.GetRoundTraceResponse) -> TracedRounds:
+    """Raises `PayloadInvalid` for an origin of a draft that this client is too old to know."""
+    return TracedRounds(
+        records=tuple(_record_from_proto(record) for record in message.records),
+        dropped=message.dropped,
+        clock_offset_s=message.clock_offset_s,
+        is_emulated=message.is_emulated,
+        orchestrator_id=message.orchestrator_id,
+    )
+
+
+def _record_to_proto(record: RoundRecord) -> generation_pb.RoundRecord:
+    message = generation_pb.RoundRecord(
+        session_id=record.session_id,
+        number=record.number,
+        committed_length=record.committed_length,
+        began_s=record.began_s,
+        draft_s=record.draft_s,
+        verdict_s=record.verdict_s,
+        ended_s=record.ended_s,
+        queue_time_s=record.queue_time_s,
+        step_time_s=record.step_time_s,
+        step_sessions=record.step_sessions,
+        step_tokens=record.step_tokens,
+        draft_origin=_DRAFT_ORIGIN_TO_PROTO[record.draft_origin],
+        draft_arrived_s=record.draft_arrived_s,
+        draft_time_s=record.draft_time_s,
+        draft_steps=record.draft_steps,
+        available=record.available,
+        draft_length=record.draft_length,
+        kept_length=record.kept_length,
+        emitted=record.emitted,
+        ordered_draft_length=record.ordered_draft_length,
+        credit=record.credit,
+        branches=record.branches,
+        fan_out=record.fan_out,
+        reason=record.reason,
+    )
+    if record.has_continuation is not None:
+        message.has_continuation = record.has_continuation
+    return message
+
+
+def _record_from_proto(message: generation_pb.RoundRecord) -> RoundRecord:
+    return RoundRecord(
+        session_id=message.session_id,
+        number=message.number,
+        committed_length=message.committed_length,
+        began_s=message.began_s,
+        draft_s=message.draft_s,
+        verdict_s=message.verdict_s,
+        ended_s=message.ended_s,
+        queue_time_s=message.queue_time_s,
+        step_time_s=message.step_time_s,
+        step_sessions=message.step_sessions,
+        step_tokens=message.step_tokens,
+        draft_origin=_known(_DRAFT_ORIGIN_FROM_PROTO, message.draft_origin),
+        draft_arrived_s=message.draft_arrived_s if message.HasField("draft_arrived_s") else None,
+        draft_time_s=message.draft_time_s,
+        draft_steps=message.draft_steps,
+        available=message.available,
+        draft_length=message.draft_length,
+        kept_length=message.kept_length,
+        emitted=message.emitted,
+        has_continuation=message.has_continuation if message.HasField("has_continuation") else None,
+        ordered_draft_length=message.ordered_draft_length,
+        credit=message.credit,
+        branches=message.branches,
+        fan_out=message.fan_out,
+        reason=message.reason,
     )

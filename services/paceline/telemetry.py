@@ -173,6 +173,22 @@ class SpeculationMetrics:
         self.fallback_rounds = Counter(
             "paceline_fallback_rounds", "Rounds drafted by lookup because no drafter answered.", registry=registry
         )
+        self.rounds = Counter(
+            "paceline_rounds", "Rounds by where their draft came from.", ["draft_origin"], registry=registry
+        )
+        self.num_rejections = Counter(
+            "paceline_spec_decode_num_rejections", "Rounds ended by a rejection.", registry=registry
+        )
+        self.branch_hits = Counter(
+            "paceline_branch_hits",
+            "Rejections behind which drafted tokens were there already when the verdict came.",
+            registry=registry,
+        )
+        self.num_received_draft_tokens = Counter(
+            "paceline_spec_decode_num_received_draft_tokens",
+            "Draft tokens that came from drafters, branches included, sent to the target or not.",
+            registry=registry,
+        )
         self.stale_items = Gauge(
             "paceline_stale_items", "Items dropped for an old epoch or another base.", registry=registry
         )
@@ -210,6 +226,11 @@ class SpeculationMetrics:
         for position, accepted in enumerate(stats.accepted_per_position):
             self.num_accepted_tokens_per_pos.labels(position=str(position)).inc(accepted)
         self.fallback_rounds.inc(stats.fallback_rounds)
+        for origin, rounds in stats.rounds_by_origin.items():
+            self.rounds.labels(draft_origin=origin.value).inc(rounds)
+        self.num_rejections.inc(stats.num_rejections)
+        self.branch_hits.inc(stats.branch_hits)
+        self.num_received_draft_tokens.inc(stats.num_received_draft_tokens)
 
     def show_acceptance(
         self, drafter: str, temperature: float, *, measured: float, expected: float, is_below: bool

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from orchestrator.board import Replica
 from orchestrator.drafting import DraftsWithFallback, NoDrafts
-from orchestrator.loop import OfferedDraft
+from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan
 from orchestrator.pool import Seat
+from orchestrator.proposals import Arrival
 from orchestrator.remote_drafts import RemoteDrafts, SeatTaker
 from orchestrator.stall import StallMeter
 from paceline.errors import Draining, LengthMismatch, PacelineError, PayloadInvalid, QueueFull
 from paceline.lookup.ngram import NgramIndex
 from paceline.prefix import TokenPrefix
-from paceline.types import Draft
+from paceline.types import Draft, DraftOrigin, ModelInfo
 from paceline.v1 import drafter_service_pb2 as drafter_pb
 from paceline.wire import failure_to_proto
 from tests.fakes import FakeModel, fake_info, hashed_logits, spec_of
 
 PERIODIC = TokenPrefix((7, 8, 9, 7, 8))
 NEW = TokenPrefix((1, 2, 3, 4))
+ARRIVAL = Arrival(1.0, 0.5, 3)
+ORDER = DraftOrder(draft_length=2, credit=4)
+
+
+def wanted(draft_length: int, *, enough_length: int | None = None, patience_s: float = 60.0) -> RoundPlan:
+    """So many tokens, which a round waits for unless told otherwise."""
+    enough = draft_length if enough_length is None else enough_length
+    return RoundPlan(draft_length=draft_length, enough_length=enough, patience_s=patience_s)
 
 
 @dataclass
@@ -34,12 +43,18 @@ class FakeRemote:
     heard: list[tuple[str, int, int, int]] = field(default_factory=list)
     wants_drafts: bool = True
 
-    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
-        self.heard.append(("commit", len(prefix), draft_length, credit))
+    def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
+        self.heard.append(("commit", len(prefix), order.draft_length, order.credit))
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> Draft | None:
-        self.heard.append(("draft", len(prefix), max_length, 0))
+    def available(self, prefix: TokenPrefix, max_length: int) -> int:
+        return min(max_length, len(self.answer or ()))
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> Draft | None:
+        self.heard.append(("draft", len(prefix), plan.draft_length, 0))
         return self.answer
+
+    def arrival(self, prefix: TokenPrefix) -> Arrival | None:
+        return ARRIVAL
 
     def continues(self, digest: int) -> bool:
         return digest == 4
@@ -52,8 +67,8 @@ def lookup() -> NgramIndex:
 async def test_without_a_drafter_there_are_no_drafts() -> None:
     """Plain decoding: an empty draft, never one that stands in for a drafter, and nothing ever waits behind it."""
     drafts = NoDrafts()
-    drafts.commit(PERIODIC, draft_length=4, credit=8)
-    assert await drafts.draft(PERIODIC, 4) == OfferedDraft(Draft(), is_fallback=False)
+    drafts.commit(PERIODIC, ORDER)
+    assert await drafts.draft(PERIODIC, wanted(4)) == OfferedDraft()
     assert not drafts.continues(PERIODIC.digest())
 
 
@@ -61,46 +76,47 @@ async def test_without_a_drafter_there_are_no_drafts() -> None:
 async def test_what_the_drafter_says_holds(answer: Draft) -> None:
     """Also that it has nothing to offer: lookup does not step in for a drafter that answers."""
     drafts = DraftsWithFallback(FakeRemote(answer), lookup())
-    assert await drafts.draft(PERIODIC, 4) == OfferedDraft(answer, is_fallback=False)
+    expected = OfferedDraft(answer, DraftOrigin.AHEAD, ARRIVAL) if answer.ids else OfferedDraft()
+    assert await drafts.draft(PERIODIC, wanted(4)) == expected
 
 
 async def test_lookup_stands_in_for_a_drafter_that_does_not_answer() -> None:
     """Its drafts are deterministic, marked as a stand-in, and no longer than asked for."""
     drafts = DraftsWithFallback(FakeRemote(None), lookup())
-    assert await drafts.draft(PERIODIC, 4) == OfferedDraft(Draft((9, 7, 8, 9)), is_fallback=True)
-    assert await drafts.draft(PERIODIC, 1) == OfferedDraft(Draft((9,)), is_fallback=True)
+    assert await drafts.draft(PERIODIC, wanted(4)) == OfferedDraft(Draft((9, 7, 8, 9)), DraftOrigin.FALLBACK)
+    assert await drafts.draft(PERIODIC, wanted(1)) == OfferedDraft(Draft((9,)), DraftOrigin.FALLBACK)
 
 
 @pytest.mark.parametrize("has_lookup", [True, False])
 async def test_without_a_match_or_a_lookup_there_is_no_draft(has_lookup: bool) -> None:
     """And a round without a draft is not counted as one of the stand-in."""
     drafts = DraftsWithFallback(FakeRemote(None), lookup() if has_lookup else None)
-    assert await drafts.draft(NEW, 4) == OfferedDraft()
+    assert await drafts.draft(NEW, wanted(4)) == OfferedDraft()
 
 
 async def test_lookup_catches_up_on_the_rounds_that_the_drafter_served() -> None:
     """It is built when first needed and then kept up, as if it had been there all along."""
     remote, index = FakeRemote(Draft((1,))), lookup()
     drafts, prefix = DraftsWithFallback(remote, index), TokenPrefix(NEW.ids)
-    await drafts.draft(prefix, 4)
+    await drafts.draft(prefix, wanted(4))
     assert len(index) == 0
     for answer, committed in ((None, (1, 2)), (Draft((5,)), (9, 1)), (None, (2,)), (Draft(), (4, 4)), (None, (9, 1))):
         prefix.extend(committed)
         remote.answer = answer
-        offered = await drafts.draft(prefix, 3)
+        offered = await drafts.draft(prefix, wanted(3))
         if answer is None:
             fresh = lookup()
             fresh.extend(prefix.ids)
-            assert offered == OfferedDraft(Draft(fresh.propose((), 3)), is_fallback=True)
+            assert offered == OfferedDraft(Draft(fresh.propose((), 3)), DraftOrigin.FALLBACK)
 
 
 async def test_the_drafter_hears_of_every_commit_and_answers_for_what_is_there() -> None:
     """Only what the drafter pushed can stand in for a bonus token: a lookup is no draft that is there."""
     remote = FakeRemote()
     drafts = DraftsWithFallback(remote, lookup())
-    drafts.commit(PERIODIC, draft_length=4, credit=8)
-    await drafts.draft(PERIODIC, 3)
-    assert remote.heard == [("commit", 5, 4, 8), ("draft", 5, 3, 0)]
+    drafts.commit(PERIODIC, ORDER)
+    await drafts.draft(PERIODIC, wanted(3))
+    assert remote.heard == [("commit", 5, ORDER.draft_length, ORDER.credit), ("draft", 5, 3, 0)]
     assert drafts.continues(4)
     assert not drafts.continues(PERIODIC.digest())
 
@@ -117,7 +133,7 @@ class FakeClient:
     is_connected: bool = True
     stale_items: int = 0
     replica: Replica = field(default_factory=lambda: Replica(replica_id="drafter", address="drafter:1"))
-    info = fake_info(FakeModel(hashed_logits(10), vocab_size=10))
+    info: ModelInfo = field(default_factory=lambda: fake_info(FakeModel(hashed_logits(10), vocab_size=10)))
 
     def attach(self, session_id: str, session: Any) -> None:
         """Events are handed to the session by the tests themselves."""
@@ -181,7 +197,7 @@ class FakeLease:
 def remote_drafts(client: FakeClient | None = None, seats: FakeSeats | None = None) -> RemoteDrafts:
     """A session's drafts; with a client, it has a seat there."""
     seats = seats or FakeSeats()
-    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10), draft_deadline_s=0.01)
+    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10))
     drafts.ask()
     if client is not None:
         seats.give(drafts, client)
@@ -201,10 +217,10 @@ async def test_a_draft_that_is_there_is_given_at_once() -> None:
     """And what continues it is known to be there; one of an older epoch is dropped and counted."""
     client = FakeClient()
     drafts = remote_drafts(client)
-    drafts.commit(NEW, draft_length=2, credit=4)
+    drafts.commit(NEW, ORDER)
     drafts.on_event(proposed(9, epoch=0))
     drafts.on_event(proposed(5, 6, 7))
-    assert await drafts.draft(NEW, 2) == Draft((5, 6))
+    assert await drafts.draft(NEW, wanted(2)) == Draft((5, 6))
     assert drafts.continues(TokenPrefix((*NEW.ids, 5, 6)).digest())
     assert client.stale_items == 1
     assert client.kinds == [("open", 1), ("commit", 1)]
@@ -215,14 +231,14 @@ async def test_a_session_that_the_drafter_lost_is_opened_again_from_its_tokens()
     client, prefix = FakeClient(), TokenPrefix(NEW.ids)
     drafts = remote_drafts(client)
     for epoch in (1, 2, 3, 4):
-        drafts.commit(prefix, draft_length=2, credit=4)
+        drafts.commit(prefix, ORDER)
         assert client.kinds[-2:] == [("open", epoch), ("commit", epoch)]
         assert list(client.sent[-2].open.committed_ids) == list(prefix.ids)
         drafts.on_event(failed(LengthMismatch("Open it again."), epoch=epoch))
-        assert await drafts.draft(prefix, 2) is None
+        assert await drafts.draft(prefix, wanted(2)) is None
         prefix.extend([epoch])
     sent = len(client.sent)
-    drafts.commit(prefix, draft_length=2, credit=4)
+    drafts.commit(prefix, ORDER)
     assert [kind for kind, _ in client.kinds[sent:]] in ([], ["close"])
 
 
@@ -231,9 +247,9 @@ async def test_a_session_that_is_given_up_is_closed_at_the_drafter(event: drafte
     """It would hold its memory there, and go on drafting, until it has idled too long. No other drafter is asked for."""
     client, seats = FakeClient(), FakeSeats()
     drafts = remote_drafts(client, seats)
-    drafts.commit(NEW, draft_length=2, credit=4)
+    drafts.commit(NEW, ORDER)
     drafts.on_event(event)
-    assert await drafts.draft(NEW, 2) is None
+    assert await drafts.draft(NEW, wanted(2)) is None
     drafts.close()
     assert client.kinds == [("open", 1), ("commit", 1), ("close", 1)]
     assert (seats.given_back, seats.asked, drafts.wants_drafts) == (1, [], False)
@@ -243,8 +259,8 @@ async def test_a_drafter_that_does_not_read_never_fails_a_session() -> None:
     """The queue to it is full: that costs drafts, not the answer."""
     client = FakeClient(is_full=True)
     drafts = remote_drafts(client)
-    drafts.commit(NEW, draft_length=2, credit=4)
-    assert await drafts.draft(NEW, 2) is None
+    drafts.commit(NEW, ORDER)
+    assert await drafts.draft(NEW, wanted(2)) is None
     drafts.close()
 
 
@@ -252,8 +268,8 @@ async def test_a_session_without_a_seat_waits_for_nothing() -> None:
     """It has asked for a seat, and goes on without drafts until it is given one."""
     seats = FakeSeats()
     drafts = remote_drafts(seats=seats)
-    drafts.commit(NEW, draft_length=2, credit=4)
-    assert await drafts.draft(NEW, 2) is None
+    drafts.commit(NEW, ORDER)
+    assert await drafts.draft(NEW, wanted(2)) is None
     assert seats.asked == ["session"]
     drafts.close()
     assert seats.asked == []
@@ -263,12 +279,12 @@ async def test_a_session_opens_as_soon_as_its_seat_comes() -> None:
     """With the last commit, if that still holds: the drafter reads the prompt while the target does."""
     client, seats = FakeClient(), FakeSeats()
     drafts, prefix = remote_drafts(seats=seats), TokenPrefix(NEW.ids)
-    drafts.commit(prefix, draft_length=2, credit=4)
+    drafts.commit(prefix, ORDER)
     seats.give(drafts, client)
     assert client.kinds == [("open", 1), ("commit", 1)]
     assert (client.sent[1].commit.base_length, client.sent[1].commit.credit) == (4, 4)
     prefix.extend([5])
-    drafts.commit(prefix, draft_length=2, credit=4)
+    drafts.commit(prefix, ORDER)
     assert list(client.sent[2].commit.committed_ids) == [5]
 
 
@@ -276,11 +292,11 @@ async def test_a_seat_that_comes_between_two_rounds_is_opened_with_the_next_comm
     """What is committed by then is more than the last commit said."""
     client, seats = FakeClient(), FakeSeats()
     drafts, prefix = remote_drafts(seats=seats), TokenPrefix(NEW.ids)
-    drafts.commit(prefix, draft_length=2, credit=4)
+    drafts.commit(prefix, ORDER)
     prefix.extend([5])
     seats.give(drafts, client)
     assert client.kinds == []
-    drafts.commit(prefix, draft_length=2, credit=4)
+    drafts.commit(prefix, ORDER)
     assert client.kinds == [("open", 1), ("commit", 1)]
     assert list(client.sent[0].open.committed_ids) == [*NEW.ids, 5]
 
@@ -289,11 +305,11 @@ async def test_a_seat_that_comes_between_two_rounds_is_opened_with_the_next_comm
 async def test_a_lost_drafter_ends_the_wait_for_its_draft(is_draining: bool) -> None:
     """The round goes on at once; a new seat is asked for, and what the old drafter still says counts for nothing."""
     old, new, seats = FakeClient(), FakeClient(), FakeSeats()
-    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10), draft_deadline_s=60)
+    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10))
     drafts.ask()
     seats.give(drafts, old)
-    drafts.commit(NEW, draft_length=2, credit=4)
-    waiting = asyncio.ensure_future(drafts.draft(NEW, 2))
+    drafts.commit(NEW, ORDER)
+    waiting = asyncio.ensure_future(drafts.draft(NEW, wanted(2)))
     await asyncio.sleep(0)
     if is_draining:
         drafts.on_draining()
@@ -306,7 +322,7 @@ async def test_a_lost_drafter_ends_the_wait_for_its_draft(is_draining: bool) -> 
     seats.give(drafts, new)
     assert new.kinds == [("open", 2), ("commit", 2)]
     drafts.on_event(proposed(5, 6))
-    assert await drafts.draft(NEW, 2) is None
+    assert await drafts.draft(NEW, wanted(2)) is None
     assert new.stale_items == 1
     assert seats.moves == ["draining" if is_draining else "lost"]
 
@@ -314,18 +330,18 @@ async def test_a_lost_drafter_ends_the_wait_for_its_draft(is_draining: bool) -> 
 async def test_nobody_waits_for_a_drafter_that_takes_over_until_it_has_read_the_answer() -> None:
     """Reading takes it as long as the answer is; from its first proposal on its drafts are waited for again."""
     seats, new = FakeSeats(), FakeClient()
-    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10), draft_deadline_s=60)
+    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10))
     drafts.ask()
     seats.give(drafts, FakeClient())
-    drafts.commit(NEW, draft_length=2, credit=4)
+    drafts.commit(NEW, ORDER)
     drafts.on_lost("its stream has ended")
     await until_asked(seats)
     seats.give(drafts, new)
-    assert await asyncio.wait_for(drafts.draft(NEW, 2), 5) is None
+    assert await asyncio.wait_for(drafts.draft(NEW, wanted(2)), 5) is None
     longer = TokenPrefix((*NEW.ids, 9))
     drafts.on_event(proposed(5, 6, epoch=2))
-    drafts.commit(longer, draft_length=2, credit=4)
-    waiting = asyncio.ensure_future(drafts.draft(longer, 2))
+    drafts.commit(longer, ORDER)
+    waiting = asyncio.ensure_future(drafts.draft(longer, wanted(1)))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     proposal = drafter_pb.Proposal(base_length=5, prefix_digest=longer.digest(), draft_ids=[7])
@@ -338,7 +354,7 @@ async def test_a_drafter_that_refuses_is_told_of_and_another_is_asked_for(error:
     """The pool hears of the refusal, so that the next session goes elsewhere."""
     seats = FakeSeats()
     drafts = remote_drafts(FakeClient(), seats)
-    drafts.commit(NEW, draft_length=2, credit=4)
+    drafts.commit(NEW, ORDER)
     drafts.on_event(failed(error))
     assert [type(refusal) for refusal in seats.refused] == [type(error)]
     assert seats.given_back == 1
@@ -382,6 +398,135 @@ async def until_asked(seats: FakeSeats) -> None:
             await asyncio.sleep(0.001)
 
 
+# ---- how long a round waits ------------------------------------------------------------------------------------------
+
+
+def drafted(prefix: TokenPrefix, *ids: int, behind: tuple[int, ...] = (), steps: int = 0) -> drafter_pb.DrafterEvent:
+    """A draft behind the prefix and some drafted tokens."""
+    longer = TokenPrefix((*prefix.ids, *behind))
+    proposal = drafter_pb.Proposal(
+        base_length=len(longer),
+        prefix_digest=longer.digest(),
+        draft_ids=ids,
+        draft_steps=steps,
+        draft_time_us=1000 * steps,
+    )
+    return drafter_pb.DrafterEvent(session_id="session", epoch=1, proposal=proposal)
+
+
+async def test_a_round_begins_with_what_is_enough_and_waits_for_more_otherwise() -> None:
+    """Enough may be fewer tokens than are wanted, and as many as are there are taken."""
+    drafts = remote_drafts(FakeClient())
+    drafts.commit(NEW, ORDER)
+    drafts.on_event(drafted(NEW, 5, 6))
+    assert drafts.available(NEW, 10) == 2
+    assert await drafts.draft(NEW, wanted(4, enough_length=2)) == Draft((5, 6))
+    waiting = asyncio.ensure_future(drafts.draft(NEW, wanted(4, enough_length=3)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    drafts.on_event(drafted(NEW, 7, 8, 9, behind=(5, 6)))
+    assert await asyncio.wait_for(waiting, 5) == Draft((5, 6, 7, 8))
+
+
+async def test_a_plan_that_does_not_wait_is_answered_at_once() -> None:
+    """With nothing if nothing is there; that is no miss, so the next round waits if it is to."""
+    drafts = remote_drafts(FakeClient())
+    drafts.commit(NEW, ORDER)
+    assert await drafts.draft(NEW, wanted(4, enough_length=0)) is None
+    waiting = asyncio.ensure_future(drafts.draft(NEW, wanted(4, enough_length=1)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    drafts.on_event(drafted(NEW, 5))
+    assert await asyncio.wait_for(waiting, 5) == Draft((5,))
+
+
+async def test_some_tokens_are_taken_when_the_patience_has_run_out() -> None:
+    """Not enough of them is better than none."""
+    drafts = remote_drafts(FakeClient())
+    drafts.commit(NEW, ORDER)
+    drafts.on_event(drafted(NEW, 5))
+    assert await drafts.draft(NEW, wanted(4, patience_s=0.01)) == Draft((5,))
+
+
+async def test_behind_a_miss_the_next_rounds_do_not_wait() -> None:
+    """A drafter that hangs costs one wait, not one a round."""
+    drafts = remote_drafts(FakeClient())
+    drafts.commit(NEW, ORDER)
+    assert await drafts.draft(NEW, wanted(4, patience_s=0.01)) is None
+    assert await asyncio.wait_for(drafts.draft(NEW, wanted(4, patience_s=60)), 5) is None
+
+
+async def test_nobody_waits_for_tokens_that_the_drafter_has_not_got() -> None:
+    """It says so behind the last of them, or has no room for more in its context."""
+    drafts = remote_drafts(FakeClient())
+    drafts.commit(NEW, ORDER)
+    drafts.on_event(drafted(NEW, 5, 6))
+    waiting = asyncio.ensure_future(drafts.draft(NEW, wanted(4)))
+    await asyncio.sleep(0)
+    drafts.on_event(drafted(NEW, behind=(5, 6)))
+    assert await asyncio.wait_for(waiting, 5) == Draft((5, 6))
+    small = FakeClient(info=replace(FakeClient().info, max_context=len(NEW) + 1))
+    drafts = remote_drafts(small)
+    drafts.commit(NEW, ORDER)
+    drafts.on_event(drafted(NEW, 5))
+    assert await asyncio.wait_for(drafts.draft(NEW, wanted(4)), 5) == Draft((5,))
+
+
+async def test_a_commit_that_is_not_due_is_sent_with_the_next_one_that_is() -> None:
+    """While drafts do not pay, the drafter is not told of each token by itself."""
+    client, prefix = FakeClient(), TokenPrefix(NEW.ids)
+    drafts = remote_drafts(client)
+    drafts.commit(prefix, ORDER)
+    for token_id in (5, 6, 7):
+        prefix.extend([token_id])
+        drafts.commit(prefix, DraftOrder(is_due=False))
+    assert client.kinds == [("open", 1), ("commit", 1)]
+    prefix.extend([8])
+    drafts.commit(prefix, DraftOrder(draft_length=3, credit=7, branches=2, fan_out=1, acceptance=0.5))
+    sent = client.sent[-1].commit
+    assert (sent.base_length, list(sent.committed_ids)) == (8, [5, 6, 7, 8])
+    assert (sent.draft_length, sent.credit, sent.branches, sent.fan_out, sent.acceptance) == (3, 7, 2, 1, 0.5)
+
+
+@dataclass
+class NotedCosts:
+    """Notes what it hears (`remote_drafts.DraftCostMeter`)."""
+
+    drafts: list[tuple[int, int, float]] = field(default_factory=list)
+    redrafts: int = 0
+
+    def on_draft(self, *, tokens: int, steps: int, seconds: float) -> None:
+        self.drafts.append((tokens, steps, seconds))
+
+    def on_redraft(self, *, first_s: float) -> None:
+        assert first_s >= 0.0
+        self.redrafts += 1
+
+
+async def test_the_meter_hears_of_what_drafts_cost() -> None:
+    """Tokens with branches, steps and seconds of each proposal that says so; and of each wait from a commit behind which
+    nothing was there to its first token."""
+    meter, seats, prefix = NotedCosts(), FakeSeats(), TokenPrefix(NEW.ids)
+    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10), meter=meter)
+    drafts.ask()
+    seats.give(drafts, FakeClient())
+    drafts.commit(prefix, ORDER)
+    event = drafted(prefix, 5, 6, steps=2)
+    event.proposal.branches.add(base_length=5, prefix_digest=TokenPrefix((*prefix.ids, 9)).digest(), draft_ids=[1])
+    drafts.on_event(event)
+    assert (meter.drafts, meter.redrafts) == ([(3, 2, 0.002)], 1)
+    prefix.extend([9])  # the branch is there
+    drafts.commit(prefix, ORDER)
+    drafts.on_event(drafted(prefix, 4, behind=(1,), steps=1))
+    assert (len(meter.drafts), meter.redrafts) == (2, 1)
+    prefix.extend([3])  # nothing is
+    drafts.commit(prefix, ORDER)
+    drafts.on_event(drafted(prefix, behind=(7, 7)))
+    assert meter.redrafts == 1
+    drafts.on_event(drafted(prefix, 8))
+    assert (meter.redrafts, drafts.received_tokens) == (2, 5)
+
+
 # ---- stall ----------------------------------------------------------------------------------------------------------
 
 
@@ -403,21 +548,21 @@ class SlowRemote(FakeRemote):
     wait_s: float = 0.0
     wants_drafts: bool = True
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> Draft | None:
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> Draft | None:
         self.clock.now_s += self.wait_s
         return self.answer
 
 
-async def run_rounds(remote: SlowRemote, *, rounds: int, verify_s: float, wanted: bool = True) -> StallMeter:
+async def run_rounds(remote: SlowRemote, *, rounds: int, verify_s: float, is_wanted: bool = True) -> StallMeter:
     """Rounds of one session, each a wait for a draft and then a verdict; one more commit ends the last."""
     meter = StallMeter(clock=remote.clock)
     drafts = DraftsWithFallback(remote, lookup(), stall=meter)
     for _ in range(rounds):
-        drafts.commit(PERIODIC, draft_length=4, credit=4)
-        if wanted:
-            await drafts.draft(PERIODIC, 4)
+        drafts.commit(PERIODIC, ORDER)
+        if is_wanted:
+            await drafts.draft(PERIODIC, wanted(4))
         remote.clock.now_s += verify_s
-    drafts.commit(PERIODIC, draft_length=4, credit=4)
+    drafts.commit(PERIODIC, ORDER)
     return meter
 
 
@@ -437,7 +582,19 @@ async def test_rounds_that_no_drafter_could_serve_do_not_count() -> None:
     """Neither those of a session that drafting was given up for, nor those that want no draft."""
     given_up = SlowRemote(None, wants_drafts=False)
     assert (await run_rounds(given_up, rounds=3, verify_s=1.0)).fraction is None
-    assert (await run_rounds(SlowRemote(None), rounds=3, verify_s=1.0, wanted=False)).fraction is None
+    assert (await run_rounds(SlowRemote(None), rounds=3, verify_s=1.0, is_wanted=False)).fraction is None
+
+
+async def test_a_round_that_does_not_wait_for_the_drafter_does_not_count() -> None:
+    """Verifying without a draft while one is on its way is the planner's choice: more drafters would change nothing."""
+    remote = SlowRemote(None)
+    meter = StallMeter(clock=remote.clock)
+    drafts = DraftsWithFallback(remote, None, stall=meter)
+    for _ in range(3):
+        drafts.commit(PERIODIC, ORDER)
+        assert await drafts.draft(PERIODIC, wanted(4, enough_length=0)) == OfferedDraft()
+        remote.clock.now_s += 1.0
+    assert meter.fraction is None
 
 
 async def test_stall_is_forgotten_behind_the_window() -> None:

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter_service.methods.draft_model import DraftModelMethod
-from orchestrator.loop import DraftSource, OfferedDraft, RoundResult, SpeculationPlan, Target, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import DraftOrder, DraftSource, OfferedDraft, RoundPlan, RoundResult, Target, run_session
 from paceline import noise
 from paceline.errors import PacelineError, PayloadInvalid, TargetUnavailable
 from paceline.generation import Schedule
@@ -25,6 +26,7 @@ from paceline.types import (
     MAX_CREDIT,
     MAX_DRAFT_LENGTH,
     Draft,
+    DraftOrigin,
     FinishReason,
     Origin,
     Row,
@@ -124,12 +126,15 @@ class ScriptedDrafts:
     offered: list[OfferedDraft] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
 
-    def commit(self, prefix: TokenPrefix, *, draft_length: int, credit: int) -> None:
-        self.commits.append((len(prefix), draft_length, credit))
+    def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
+        self.commits.append((len(prefix), order.draft_length, order.credit))
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
-        self.asked.append((len(prefix), max_length))
-        self.offered.append(self.offer(prefix, max_length))
+    def available(self, prefix: TokenPrefix, max_length: int) -> int:
+        return max_length
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
+        self.asked.append((len(prefix), plan.draft_length))
+        self.offered.append(self.offer(prefix, plan.draft_length))
         return self.offered[-1]
 
     def continues(self, digest: int) -> bool:
@@ -140,7 +145,8 @@ class ScriptedDrafts:
 def fixed_drafts(*, drafted: int = 1, has_next: Callable[[], bool] = lambda: False) -> ScriptedDrafts:
     """As many tokens as are asked for, all the same, each with a row."""
     return ScriptedDrafts(
-        lambda _, max_length: OfferedDraft(Draft((drafted,) * max_length, (b"row",) * max_length)), has_next
+        lambda _, max_length: OfferedDraft(Draft((drafted,) * max_length, (b"row",) * max_length), DraftOrigin.AHEAD),
+        has_next,
     )
 
 
@@ -176,6 +182,7 @@ async def answer(
     drafts: DraftSource,
     schedule: Schedule = Schedule.PIPELINED,
     draft_length: int = 4,
+    branches: int = 0,
     max_tokens: int = 20,
     stop: int | None = None,
     prompt: Sequence[int] = PROMPT,
@@ -184,7 +191,13 @@ async def answer(
     rounds = run_session(
         session_spec,
         prompt,
-        SpeculationPlan(schedule=schedule, draft_length=draft_length),
+        FixedPlanner(
+            schedule=schedule,
+            draft_length=draft_length,
+            rule=session_spec.effective_rule,
+            branches=branches,
+            fan_out=min(branches, 3),
+        ),
         target=target,
         drafts=drafts,
         output=CountingOutput(max_tokens, stop=stop),
@@ -222,16 +235,20 @@ def test_nothing_is_drafted_that_the_answer_cannot_use(
 ) -> None:
     """A round adds one token by itself, so at most `remaining - 1` can be of use (C27); pipelined, credit covers the
     draft in flight and the one behind it, which is one longer where a bonus token comes first."""
-    plan = SpeculationPlan(schedule=schedule, draft_length=4)
-    assert plan.draft_length_for(remaining) == draft_length
+    plan = FixedPlanner(schedule=schedule, draft_length=4)
     for rule in VerificationRule:
-        assert plan.credit_for(remaining, rule) == credits[rule is not VerificationRule.REJECTION]
+        planner = replace(plan, rule=rule)
+        order = planner.order(remaining=remaining)
+        assert order.draft_length == planner.plan(available=0, remaining=remaining).draft_length == draft_length
+        assert order.credit == credits[rule is not VerificationRule.REJECTION]
 
 
 def test_the_longest_draft_stays_within_what_the_protocol_allows() -> None:
     """A drafter refuses more credit than `MAX_CREDIT`."""
-    plan = SpeculationPlan(schedule=Schedule.PIPELINED, draft_length=MAX_DRAFT_LENGTH)
-    assert max(plan.credit_for(1000, rule) for rule in VerificationRule) == MAX_CREDIT
+    for branches in (0, 9):
+        plan = FixedPlanner(schedule=Schedule.PIPELINED, draft_length=MAX_DRAFT_LENGTH, branches=branches)
+        orders = [replace(plan, rule=rule).order(remaining=1000) for rule in VerificationRule]
+        assert max(order.credit for order in orders) == MAX_CREDIT
 
 
 # ---- the text is the target's own -----------------------------------------------------------------------------------
@@ -261,7 +278,10 @@ def test_any_drafts_give_the_text_of_the_target_alone(
         ids = list(prefix.ids)
         for _ in range(drawn.randint(0, max_length)):
             ids.append(own_token(ids) if drawn.random() < 0.7 else drawn.randrange(VOCAB_SIZE))
-        return OfferedDraft(Draft(tuple(ids[len(prefix) :])), is_fallback=drawn.random() < 0.3)
+        draft = Draft(tuple(ids[len(prefix) :]))
+        if not draft.ids:
+            return OfferedDraft()
+        return OfferedDraft(draft, DraftOrigin.FALLBACK if drawn.random() < 0.3 else DraftOrigin.AHEAD)
 
     target, drafts = MatchingTarget(), ScriptedDrafts(offer, lambda: drawn.random() < 0.5)
     given = asyncio.run(
@@ -289,16 +309,22 @@ def assert_accounts_add_up(given: Answer, target: MatchingTarget, drafts: Script
         each.draft for each in drafts.offered if each.draft.ids
     ]
     counts, text = SpeculationStats(), list(PROMPT)
-    fallbacks = iter([each.is_fallback for each in drafts.offered if each.draft.ids])
+    origins = iter([each.origin for each in drafts.offered if each.draft.ids])
+    was_rejected = False
     for result, (prefix, draft) in zip(given.rounds, target.asked, strict=True):
         assert list(prefix) == text
         own = [own_token([*prefix, *draft.ids[:length]]) for length in range(len(draft) + 1)]
         kept = kept_length(own, draft.ids)
         last = Origin.PLAIN if not draft.ids else Origin.BONUS if kept == len(draft) else Origin.CORRECTION
         assert result.origins == tuple([*[Origin.DRAFT] * kept, last][: len(result.delivery.token_ids)])
-        counts.record_round(len(draft), kept, is_fallback=bool(draft.ids) and next(fallbacks))
+        origin = next(origins) if draft.ids else DraftOrigin.NONE
+        if origin is DraftOrigin.AHEAD and was_rejected:
+            origin = DraftOrigin.BRANCH
+        counts.record_round(len(draft), kept, origin=origin)
+        was_rejected = kept < len(draft)
         text += result.delivery.token_ids
-    counts.fallback_rounds = sum(each.is_fallback for each in drafts.offered)
+    counts.branch_hits = given.stats.branch_hits
+    assert given.stats.branch_hits <= counts.num_rejections
     counts.target_busy_s = STEP_TIME_S * len(given.rounds)
     assert given.stats.draft_wait_s >= 0.0
     counts.draft_wait_s = given.stats.draft_wait_s
@@ -326,7 +352,7 @@ async def test_plain_decoding_asks_for_no_draft() -> None:
     )
     assert given.ids == alone(5)
     assert given.origins == [Origin.PLAIN] * 5
-    assert (drafts.asked, drafts.digests) == ([], [])
+    assert drafts.asked == []
     assert drafts.commits == [(length, 0, 0) for length in range(3, 8)]
 
 
@@ -528,7 +554,9 @@ async def test_the_bonus_decision_never_looks_at_a_value(has_next: bool) -> None
             draft_length=2,
             max_tokens=20,
         )
-        assert drafts.digests[0] == TokenPrefix((*PROMPT, 0, 1, 1)).digest()
+        behind_the_first_round, behind_the_draft = drafts.digests[:2]
+        assert behind_the_first_round == TokenPrefix((*PROMPT, given.ids[0])).digest()
+        assert behind_the_draft == TokenPrefix((*PROMPT, given.ids[0], 1, 1)).digest()
         assert given.rounds[1].delivery.token_ids == ((1, 1) if has_next else (1, 1, bonus))
 
 
@@ -545,11 +573,11 @@ def local_system(
 
 @pytest.mark.parametrize("rule", MATCHING_RULES)
 @pytest.mark.parametrize("schedule", SPECULATING)
-@pytest.mark.parametrize("draft_length", [1, 4])
+@pytest.mark.parametrize(("draft_length", "branches"), [(1, 0), (4, 0), (1, 3), (4, 9)])
 async def test_the_text_is_that_of_the_target_alone_with_a_drafter_of_any_quality(
-    rule: VerificationRule, schedule: Schedule, draft_length: int
+    rule: VerificationRule, schedule: Schedule, draft_length: int, branches: int
 ) -> None:
-    """A drafter that agrees often, and one that agrees by chance, at three timings each."""
+    """A drafter that agrees often, and one that agrees by chance, at three timings each, with branches and without."""
     logits = hashed_logits(VOCAB_SIZE)
     session_spec = spec(rule)
     expected = target_alone(logits, session_spec, PROMPT, 60)
@@ -566,7 +594,13 @@ async def test_the_text_is_that_of_the_target_alone_with_a_drafter_of_any_qualit
             drawn=random.Random(number),
         )
         given = await answer(
-            session_spec, target=target, drafts=drafts, schedule=schedule, draft_length=draft_length, max_tokens=60
+            session_spec,
+            target=target,
+            drafts=drafts,
+            schedule=schedule,
+            draft_length=draft_length,
+            branches=branches,
+            max_tokens=60,
         )
         assert given.ids == expected
         assert (drafts.stalls, drafts.failures) == (0, [])
@@ -590,8 +624,8 @@ class NextDraftPeekers(LocalDrafts):
 class DraftPeekers(LocalDrafts):
     """A planted fault: withholds drafts that do not begin with token 0."""
 
-    async def draft(self, prefix: TokenPrefix, max_length: int) -> OfferedDraft:
-        offered = await LocalDrafts.draft(self, prefix, max_length)
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
+        offered = await LocalDrafts.draft(self, prefix, plan)
         return offered if offered.draft.ids[:1] == (0,) else OfferedDraft()
 
 
@@ -599,6 +633,7 @@ async def markov_answers(
     kind: type[LocalDrafts] = LocalDrafts,
     *,
     draft_length: int = 2,
+    branches: int = 0,
     fewest_steps: int = 0,
     sessions: int = SESSIONS,
 ) -> list[list[int]]:
@@ -622,6 +657,7 @@ async def markov_answers(
             target=target,
             drafts=drafts,
             draft_length=draft_length,
+            branches=branches,
             max_tokens=TOKENS,
             prompt=(seed % 4,),
         )
@@ -650,12 +686,12 @@ def p_value(answers: list[list[int]], *, known: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-@pytest.mark.parametrize("draft_length", [1, 3])
-async def test_the_answers_follow_the_targets_law(draft_length: int) -> None:
-    """6,000 tokens of two Markov chains under `rejection`, pipelined, at random timings: single transitions (12 degrees
-    of freedom) and pairs of them (48). With fixed seeds the outcome never changes; had they been drawn afresh, the odds
-    of a false alarm would be 1e-4 for each of the two."""
-    answers = await markov_answers(draft_length=draft_length)
+@pytest.mark.parametrize(("draft_length", "branches"), [(1, 0), (3, 0), (3, 6)])
+async def test_the_answers_follow_the_targets_law(draft_length: int, branches: int) -> None:
+    """6,000 tokens of two Markov chains under `rejection`, pipelined, with branches and without, at random timings: single
+    transitions (12 degrees of freedom) and pairs of them (48). With fixed seeds the outcome never changes; had they been
+    drawn afresh, the odds of a false alarm would be 1e-4 for each of the two."""
+    answers = await markov_answers(draft_length=draft_length, branches=branches)
     assert p_value(answers, known=1) > SIGNIFICANCE
     assert p_value(answers, known=2) > SIGNIFICANCE
 

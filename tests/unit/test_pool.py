@@ -486,7 +486,7 @@ async def test_sessions_that_want_drafts_are_counted_with_or_without_a_seat() ->
     """They are what a pool of drafters is scaled by, also one that is empty."""
     async with drafter_pool() as (pool, directory):
         spec = spec_of(prompt_length=1, vocab_size=10)
-        with pool.session(spec, draft_deadline_s=1):
+        with pool.session(spec):
             await settle()
             assert (pool.speculating_sessions, pool.seats) == (1, 0)
         assert pool.speculating_sessions == 0

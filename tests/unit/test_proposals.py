@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.proposals import ProposalStore
+from orchestrator.proposals import Arrival, ProposalStore
 from paceline.prefix import TokenPrefix
-from paceline.types import Draft, Proposal
+from paceline.types import Branch, Draft, Proposal
 
 COMMITTED = (5, 6, 7)
 
@@ -31,8 +31,14 @@ def proposal(prefix: Sequence[int], ids: Sequence[int], *, name: str = "") -> Pr
     return Proposal(base_length=len(prefix), prefix_digest=digest_of(prefix), draft=draft)
 
 
-def store_with(*proposals: Proposal, committed_length: int = len(COMMITTED), max_proposals: int = 256) -> ProposalStore:
-    store = ProposalStore(max_proposals=max_proposals)
+def as_branch(pushed: Proposal) -> Proposal:
+    """The same tokens as a branch, beside an empty draft."""
+    branch = Branch(pushed.base_length, pushed.prefix_digest, pushed.draft)
+    return replace(pushed, draft=Draft(), branches=(branch,))
+
+
+def store_with(*proposals: Proposal, committed_length: int = len(COMMITTED), max_runs: int = 256) -> ProposalStore:
+    store = ProposalStore(max_runs=max_runs)
     store.prune(committed_length)
     for each in proposals:
         store.add(each)
@@ -141,7 +147,7 @@ def test_what_ends_before_the_committed_tokens_is_dropped() -> None:
 
 def test_the_store_is_bounded() -> None:
     """The oldest make room for the newest, also where they stand on the same tokens."""
-    store = store_with(*(proposal((5, 6, token_id), (1, 2)) for token_id in range(10)), max_proposals=3)
+    store = store_with(*(proposal((5, 6, token_id), (1, 2)) for token_id in range(10)), max_runs=3)
     assert len(store) == 3
     assert [found(store, (5, 6, token_id)) for token_id in (6, 7, 8, 9)] == [None, (1, 2), (1, 2), (1, 2)]
     store.clear()
@@ -151,9 +157,74 @@ def test_the_store_is_bounded() -> None:
 
 def test_dropping_an_older_draft_leaves_what_a_newer_one_added() -> None:
     """Each prefix is forgotten with the proposal that it belongs to."""
-    store = store_with(proposal(COMMITTED, (1, 2)), proposal(COMMITTED, (1, 2, 3, 4)), max_proposals=2)
+    store = store_with(proposal(COMMITTED, (1, 2)), proposal(COMMITTED, (1, 2, 3, 4)), max_runs=2)
     store.add(proposal((0,), (1,)))
     assert found(store, (*COMMITTED, 1, 2)) == (3, 4)
+
+
+# ---- branches -------------------------------------------------------------------------------------------------------
+
+
+def test_a_branch_is_found_behind_the_outcome_it_was_drafted_for_alone() -> None:
+    """The correction 9 in the place of the draft's second token, say: behind it the branch, elsewhere the draft."""
+    store = store_with(
+        replace(proposal(COMMITTED, (1, 2, 3)), branches=as_branch(proposal((*COMMITTED, 1, 9), (4, 5))).branches)
+    )
+    assert found(store, COMMITTED) == (1, 2, 3)
+    assert found(store, (*COMMITTED, 1)) == (2, 3)
+    assert found(store, (*COMMITTED, 1, 9)) == (4, 5)
+    assert found(store, (*COMMITTED, 1, 8)) is None
+
+
+def test_a_branch_of_a_branch_continues_it() -> None:
+    """Two guesses that come true one after the other are two look-ups, and tokens behind a branch join it."""
+    store = store_with(as_branch(proposal((*COMMITTED, 9), (4, 5))))
+    store.add(as_branch(proposal((*COMMITTED, 9, 4, 8), (6,))))
+    store.add(proposal((*COMMITTED, 9, 4, 5), (7,)))
+    assert found(store, (*COMMITTED, 9)) == (4, 5, 7)
+    assert found(store, (*COMMITTED, 9, 4, 8)) == (6,)
+
+
+def test_an_empty_draft_beside_branches_says_nothing_of_the_committed_tokens() -> None:
+    """The draft behind them is on its way, or was sent before: a round must not take it for "nothing to offer"."""
+    store = store_with(as_branch(proposal(COMMITTED, (1,))), replace(proposal((*COMMITTED, 5), ()), branches=()))
+    other = store_with(replace(as_branch(proposal((*COMMITTED, 5), (1,))), base_length=len(COMMITTED)))
+    assert found(store, COMMITTED) == (1,)
+    assert found(other, COMMITTED) is None
+
+
+def test_a_draft_is_complete_once_the_drafter_has_nothing_to_offer_behind_it() -> None:
+    """So that nobody waits for tokens that will never come; with the next commit the drafter knows more."""
+    store = store_with(proposal(COMMITTED, (1, 2)))
+    assert not store.is_complete(digest_of(COMMITTED))
+    store.add(proposal((*COMMITTED, 1, 2), ()))
+    assert store.is_complete(digest_of(COMMITTED))
+    assert found(store, (*COMMITTED, 1, 2)) is None
+    store.prune(len(COMMITTED) + 1)
+    assert not store.is_complete(digest_of((*COMMITTED, 1)))
+    store.add(proposal((*COMMITTED, 4), ()))
+    assert store.is_complete(digest_of((*COMMITTED, 4)))
+
+
+def test_tokens_are_bounded_and_the_oldest_leave() -> None:
+    """Whatever a drafter sends: distributions can be 300 bytes a token."""
+    store = ProposalStore(max_runs=100, max_tokens=10)
+    for number in range(20):
+        store.add(as_branch(proposal((*COMMITTED, number), (1, 2, 3, 4))))
+        assert store.tokens <= 10
+    assert (len(store), store.tokens) == (2, 8)
+    assert found(store, (*COMMITTED, 19)) == (1, 2, 3, 4)
+    assert found(store, (*COMMITTED, 17)) is None
+
+
+def test_an_arrival_is_that_of_the_tokens_that_come_first() -> None:
+    """What the drafter spent goes with the proposal it said it of."""
+    store = store_with()
+    store.add(replace(proposal(COMMITTED, (1, 2)), draft_time_s=0.5, draft_steps=2), now_s=3.0)
+    store.add(replace(proposal((*COMMITTED, 1, 2), (3,)), draft_time_s=0.25, draft_steps=1), now_s=4.0)
+    assert store.arrival(digest_of((*COMMITTED, 1))) == Arrival(3.0, 0.5, 2)
+    assert store.arrival(digest_of((*COMMITTED, 1, 2))) == Arrival(4.0, 0.25, 1)
+    assert store.arrival(digest_of((9,))) is None
 
 
 # ---- any history ----------------------------------------------------------------------------------------------------
@@ -193,7 +264,7 @@ class NaiveStore:
 
 BITS = st.lists(st.integers(0, 1), max_size=4)
 ACTIONS = st.lists(
-    st.tuples(BITS, BITS, st.booleans()) | st.integers(0, 1),
+    st.tuples(BITS, BITS, st.booleans(), st.booleans()) | st.integers(0, 1),
     max_size=12,
 )
 
@@ -201,10 +272,10 @@ ACTIONS = st.lists(
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(actions=ACTIONS, max_length=st.integers(1, 6))
 def test_any_history_answers_as_a_search_of_everything_that_arrived(
-    actions: list[tuple[list[int], list[int], bool] | int], max_length: int
+    actions: list[tuple[list[int], list[int], bool, bool] | int], max_length: int
 ) -> None:
-    """300 drawn histories over two tokens, where prefixes often meet: proposals behind the committed tokens and some
-    more, drawn or not, and tokens that are committed. Every prefix that could be asked for is compared."""
+    """300 drawn histories over two tokens, where prefixes often meet: drafts and branches behind the committed tokens and
+    some more, drawn or not, and tokens that are committed. Every prefix that could be asked for is compared."""
     store, naive, committed = ProposalStore(), NaiveStore(), tuple[int, ...]()
     for number, action in enumerate(actions):
         if isinstance(action, int):
@@ -212,15 +283,16 @@ def test_any_history_answers_as_a_search_of_everything_that_arrived(
             store.prune(len(committed))
             naive.committed_length = len(committed)
         else:
-            ahead, ids, is_drawn = action
+            ahead, ids, is_drawn, is_branch = action
             pushed = proposal((*committed, *ahead), ids, name=f"p{number}-" if is_drawn else "")
-            store.add(pushed)
+            store.add(as_branch(pushed) if is_branch and ids else pushed)
             naive.add((*committed, *ahead), pushed.draft)
         reachable = [committed, *((*committed, *ahead[:length]) for ahead in STRETCHES for length in range(1, 6))]
         for prefix in dict.fromkeys(reachable):
             expected = naive.find(prefix, max_length)
             assert store.find(digest_of(prefix), max_length) == expected
             assert store.continues(digest_of(prefix)) == bool(expected and expected.ids)
+            assert store.available(digest_of(prefix), max_length) == len(expected or ())
 
 
 STRETCHES = [(0, 0, 0, 0, 0), (0, 1, 0, 1, 1), (1, 0, 1, 1, 0), (1, 1, 0, 0, 1), (1, 1, 1, 1, 1)]

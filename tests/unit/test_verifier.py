@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter_service.methods.draft_model import DraftModelMethod
-from orchestrator.loop import SpeculationPlan, run_session
+from orchestrator.fixed_planner import FixedPlanner
+from orchestrator.loop import run_session
 from paceline import noise
 from paceline.errors import ContextTooLong, LengthMismatch, PayloadInvalid
 from paceline.generation import Schedule
@@ -332,7 +333,7 @@ async def test_what_was_kept_is_known_of_every_draft_but_the_last(rule: Verifica
     async for _ in run_session(
         session_spec,
         PROMPT,
-        SpeculationPlan(schedule=schedule, draft_length=3),
+        FixedPlanner(schedule=schedule, draft_length=3, rule=session_spec.effective_rule),
         target=target,
         drafts=drafts,
         output=CountingOutput(120),

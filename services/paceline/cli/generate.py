@@ -39,6 +39,7 @@ def generate(
     schedule: options.ScheduleOption = None,
     rule: options.Rule = None,
     draft_length: options.DraftLength = None,
+    fan_out: options.FanOut = None,
     tenant: options.Tenant = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
@@ -85,6 +86,7 @@ def generate(
         rule=rule,
         schedule=schedule,
         draft_length=draft_length,
+        fan_out=fan_out,
         tenant=tenant,
     )
     stack_settings = LocalStackSettings(

@@ -47,7 +47,7 @@ def laptop_configuration(
                         "drain_s": 5,
                     },
                     "orchestrator": {
-                        "service": {"rule": "coupled", "schedule": "pipelined", "draft_length": 4, **orchestrator},
+                        "service": {"rule": "coupled", "schedule": "pipelined", **orchestrator},
                         "num_cpus": 0.1,
                         "replicas": _ONE_REPLICA,
                         "drain_s": 20,

@@ -54,7 +54,23 @@ Rule = Annotated[
 ]
 DraftLength = Annotated[
     int | None,
-    typer.Option("--draft-length", min=0, max=64, help="Tokens of one draft.", rich_help_panel=SPECULATION),
+    typer.Option(
+        "--draft-length",
+        min=0,
+        max=64,
+        help="Tokens of one draft; decided round by round if left out.",
+        rich_help_panel=SPECULATION,
+    ),
+]
+FanOut = Annotated[
+    int | None,
+    typer.Option(
+        "--fan-out",
+        min=0,
+        max=16,
+        help="Guesses at one position that branches are drafted for; 0: no branches.",
+        rich_help_panel=SPECULATION,
+    ),
 ]
 
 Temperature = Annotated[

@@ -70,6 +70,7 @@ class RequestFields(BaseModel):
     rule: RuleChoice | None = None
     schedule: Schedule | None = None
     draft_length: int | None = None
+    fan_out: int | None = None
 
     seed: int | None = None
     n: int | None = None
@@ -123,6 +124,7 @@ class RequestFields(BaseModel):
                 rule=None if self.rule is None else VerificationRule(self.rule),
                 draft_length=self.draft_length,
                 schedule=self.schedule,
+                fan_out=self.fan_out,
             ),
             seed=self.seed,
             logprobs=self.logprobs,
