@@ -72,7 +72,7 @@ class RoundOutcome:
 
 
 class RoundPlanner(Protocol):
-    """Decides what is drafted and what is verified (`planning.FixedPlanner`, `controller.SessionController`)."""
+    """Decides what is drafted and what is verified (`fixed_planner.FixedPlanner`, `controller.SessionController`)."""
 
     def order(self, *, remaining: int) -> DraftOrder:
         """What the drafter is told now, right behind a verdict; `remaining` tokens may still come."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ from paceline.wire import failure_from_proto, open_to_proto, proposal_from_proto
 logger = structlog.get_logger(__name__)
 
 MAX_REOPENINGS = 3
+_SILENT_S = 0.5  # without a proposal; a round that waits for one is mostly over in less
+_MOST_MISSING = 8  # round trips that last longer than so many rounds are not measured
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before asking for another seat, behind one that was of no use
 
 
@@ -73,15 +76,17 @@ class _Commit:
 class RemoteDrafts:
     """One session's drafts from the drafter service (`drafting.Remote`). Invariant: at most one seat.
 
-    Never raises and never holds the session up for long: after a draft that came too late, the next rounds do not wait
-    at all, and the pause doubles with each miss in a row.
+    Never raises and never holds the session up for long: once the drafter has said nothing for a while, the next rounds do
+    not wait at all, and the pause doubles with each miss in a row.
     """
 
     def __init__(self, seats: DrafterSeats, spec: SessionSpec, *, meter: DraftCostMeter | None = None) -> None:
         self._seats, self._spec, self._meter = seats, spec, meter
         self._store = ProposalStore()
         self.received_tokens = 0  # drafted ones, branches included
-        self._missing_since: tuple[int, float] | None = None  # the digest that nothing was there for, and when that was
+        # Prefixes that nothing was there for when the drafter was told of them, by their digests, and when that was.
+        self._missing: deque[tuple[int, float]] = deque(maxlen=_MOST_MISSING)
+        self._heard_s = 0.0  # when the last proposal came, or the seat
         self._epoch = 0
         self._seat: Seat[DrafterClient] | None = None
         self._is_open = False  # at the seat
@@ -152,6 +157,8 @@ class RemoteDrafts:
 
     def on_seat(self, seat: Seat[DrafterClient]) -> None:
         self._seat, self._is_open = seat, False
+        self._heard_s = time.perf_counter()
+        self._missing.clear()
         # A drafter that takes over in mid-answer must read all of it first, and nobody waits for that.
         self._is_awaited = self._epoch == 0
         self._misses = self._rounds_to_skip = 0
@@ -186,6 +193,7 @@ class RemoteDrafts:
         self._measure(proposal)
         self._useless_seats = 0
         self._is_awaited = True
+        self._heard_s = time.perf_counter()
         self._arrived.set()
 
     def _on_failed(self, error: PacelineError) -> None:
@@ -202,8 +210,8 @@ class RemoteDrafts:
     # ---- what drafts cost
 
     def _note_missing(self, digest: int, order: DraftOrder) -> None:
-        is_missing = order.draft_length > 0 and self._is_open and not self._store.continues(digest)
-        self._missing_since = (digest, time.perf_counter()) if is_missing else None
+        if order.draft_length > 0 and self._is_open and not self._store.continues(digest):
+            self._missing.append((digest, time.perf_counter()))
 
     def _measure(self, proposal: Proposal) -> None:
         tokens = len(proposal.draft) + sum(len(branch.draft) for branch in proposal.branches)
@@ -212,9 +220,12 @@ class RemoteDrafts:
             return
         if proposal.draft_steps:
             self._meter.on_draft(tokens=tokens, steps=proposal.draft_steps, seconds=proposal.draft_time_s)
-        if self._missing_since is not None and self._store.continues(self._missing_since[0]):
-            self._meter.on_redraft(first_s=time.perf_counter() - self._missing_since[1])
-            self._missing_since = None
+        # A round trip may be longer than a round: what comes may be behind a prefix that has grown since.
+        for digest, since_s in reversed(self._missing):
+            if self._store.continues(digest):
+                self._meter.on_redraft(first_s=time.perf_counter() - since_s)
+                self._missing.clear()
+                break
 
     # ---- the seat
 
@@ -287,9 +298,10 @@ class RemoteDrafts:
         return draft
 
     def _after_patience(self, digest: int, plan: RoundPlan) -> Draft | None:
-        """Some tokens, if not enough, are better than none."""
+        """Some tokens, if not enough, are better than none. Short waits may well be in vain; a drafter that says nothing at
+        all for long is not waited for."""
         draft = self._store.find(digest, plan.draft_length)
-        if draft is None:
+        if draft is None and time.perf_counter() - self._heard_s >= _SILENT_S:
             self._misses += 1
             self._rounds_to_skip = min(2**self._misses, 64)
         return draft

@@ -297,6 +297,7 @@ def request(
     schedule: Schedule | None = None,
     rule: VerificationRule | None = None,
     draft_length: int | None = None,
+    fan_out: int | None = None,
     sampling: SamplingParams | None = None,
     **stopping: Any,
 ) -> GenerationRequest:
@@ -305,7 +306,7 @@ def request(
         token_ids=ids,
         sampling=sampling or SamplingParams(temperature=temperature),
         stopping=StopConditions(max_tokens=max_tokens, **{"ignore_eos": True, **stopping}),
-        speculation=SpeculationOptions(rule=rule, draft_length=draft_length, schedule=schedule),
+        speculation=SpeculationOptions(rule=rule, draft_length=draft_length, schedule=schedule, fan_out=fan_out),
         seed=seed,
     )
 

@@ -23,21 +23,23 @@ SEEDS = range(50)
 MAX_TOKENS = 24
 AT_ONCE = 32
 
-# The faults meet the hybrid by default, which is two ways of drafting at once.
-WITH_FAULTS = systems.by_default("hybrid")
+# The faults meet the hybrid by default, which is two ways of drafting at once, and a drafter with branches.
+WITH_FAULTS = systems.by_default("hybrid", "noisy drafter")
+FAN_OUTS = (None, 0, 1, 8)
 
 
 def requests_with(
     *, schedule: Schedule = Schedule.PIPELINED, draft_length: int = 4, temperature: float = 1.0
 ) -> list[GenerationRequest]:
-    """One request a seed, each with its own prompt."""
+    """One request a seed, each with its own prompt, and in turn: all left to the controller, no branches, few, many."""
     return [
         request(
             tuple((seed * 7 + offset * 13) % 300 for offset in range(1 + seed % 9)),
             seed=seed,
             max_tokens=MAX_TOKENS,
             schedule=schedule,
-            draft_length=draft_length,
+            draft_length=None if seed % len(FAN_OUTS) == 0 else draft_length,
+            fan_out=FAN_OUTS[seed % len(FAN_OUTS)],
             temperature=temperature,
             rule=VerificationRule.COUPLED,
         )
@@ -96,7 +98,10 @@ async def test_random_delays_on_both_links_change_nothing(
             running(orchestrator_of(far_target, far_drafter, str(folders.target)))
         )
         client = await stack.enter_async_context(GenerationClient(orchestrator.address))
-        assert texts(await complete_all(client, requests_with(schedule=schedule))) == plain_texts
+        answers = await complete_all(client, requests_with(schedule=schedule))
+        assert texts(answers) == plain_texts
+        if drafter == "noisy drafter" and schedule is Schedule.PIPELINED:
+            assert sum(answer.speculation.branch_rounds for answer in answers) > 0
 
 
 @pytest.mark.parametrize("drafter", WITH_FAULTS)
@@ -118,6 +123,8 @@ async def test_lost_repeated_and_reordered_messages_change_nothing(
         assert mixer.back.mistreated > 20
         if drafter not in {"ngram", "suffix"}:  # little repeats itself here
             assert sum(answer.speculation.num_accepted_tokens for answer in answers) > 0
+        if drafter == "noisy drafter":
+            assert sum(answer.speculation.branch_rounds for answer in answers) > 0
 
 
 @pytest.mark.parametrize("drafter", WITH_FAULTS)

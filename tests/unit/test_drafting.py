@@ -448,12 +448,24 @@ async def test_some_tokens_are_taken_when_the_patience_has_run_out() -> None:
     assert await drafts.draft(NEW, wanted(4, patience_s=0.01)) == Draft((5,))
 
 
-async def test_behind_a_miss_the_next_rounds_do_not_wait() -> None:
-    """A drafter that hangs costs one wait, not one a round."""
+async def test_behind_a_miss_the_next_rounds_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that hangs costs one long wait, not one a round."""
+    monkeypatch.setattr("orchestrator.remote_drafts._SILENT_S", 0.005)
     drafts = remote_drafts(FakeClient())
     drafts.commit(NEW, ORDER)
     assert await drafts.draft(NEW, wanted(4, patience_s=0.01)) is None
     assert await asyncio.wait_for(drafts.draft(NEW, wanted(4, patience_s=60)), 5) is None
+
+
+async def test_a_short_wait_in_vain_is_no_miss() -> None:
+    """A planner that waits no longer than pays finds nothing now and then; the next round waits again."""
+    drafts = remote_drafts(FakeClient())
+    drafts.commit(NEW, ORDER)
+    assert await drafts.draft(NEW, wanted(4, patience_s=0.001)) is None
+    waiting = asyncio.ensure_future(drafts.draft(NEW, wanted(1)))
+    await asyncio.sleep(0)
+    drafts.on_event(drafted(NEW, 5))
+    assert await asyncio.wait_for(waiting, 5) == Draft((5,))
 
 
 async def test_nobody_waits_for_tokens_that_the_drafter_has_not_got() -> None:
@@ -525,6 +537,13 @@ async def test_the_meter_hears_of_what_drafts_cost() -> None:
     assert meter.redrafts == 1
     drafts.on_event(drafted(prefix, 8))
     assert (meter.redrafts, drafts.received_tokens) == (2, 5)
+    prefix.extend([2])  # again, and once more before anything comes
+    drafts.commit(prefix, ORDER)
+    told = TokenPrefix(prefix.ids)
+    prefix.extend([2])
+    drafts.commit(prefix, ORDER)
+    drafts.on_event(drafted(told, 6))
+    assert meter.redrafts == 3
 
 
 # ---- stall ----------------------------------------------------------------------------------------------------------
