@@ -1,7 +1,8 @@
 """Which drafts enter the next model step, and the commands and events of the target's model thread.
 
 A step takes every session that has a draft to be judged: the rows of all of them go through one forward pass, and what is
-left of the token budget is used for prompts. Knows nothing of protobuf or streams; a peer is a number.
+left of the token budget is used for prompts. Sessions that are about to come back are waited for where that pays
+(`gathering`). Knows nothing of protobuf or streams; a peer is a number.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from paceline.engine.step_plan import Part, StepPlanner, StepReport, Wish
 from paceline.errors import DeadlineExceeded, PacelineError, QueueFull, internal_error
 from paceline.sessions import Address, Close, Event, Held, Open, PeerGone, SessionTable
 from paceline.types import SpeculationStats, VerdictRows
+from target_service.gathering import Gathering
 from target_service.verifier import DraftToJudge, TargetSession, Verifier
 
 logger = structlog.get_logger(__name__)
@@ -77,6 +79,7 @@ class Scheduler(Generic[CacheT]):
         self._planner = StepPlanner(
             model, holders=lambda: (held.state for held in sessions), max_batch_tokens=max_batch_tokens
         )
+        self._gathering = Gathering()
         self._jobs: list[_Job[CacheT]] = []
         self._waits_for_room = False
 
@@ -109,6 +112,10 @@ class Scheduler(Generic[CacheT]):
     def has_work(self) -> bool:
         return bool(self._jobs) and not self._waits_for_room
 
+    def patience_s(self) -> float:
+        """How long the next step should wait for more drafts, in seconds; 0: begin it now."""
+        return self._gathering.wait_s(len(self._jobs), now_s=self._clock())
+
     @property
     def waiting(self) -> int:
         return len(self._jobs)
@@ -130,7 +137,7 @@ class Scheduler(Generic[CacheT]):
     def expire_idle(self) -> Sequence[TargetEvent]:
         self._waits_for_room = False
         for held in self._sessions.pop_idle():
-            self._verifier.close(held.state)
+            self._let_go(held)
             logger.info("an idle session was closed", session_id=held.address.session_id)
         return []
 
@@ -185,7 +192,13 @@ class Scheduler(Generic[CacheT]):
         events: list[TargetEvent] = []
         for (key, part), logits in zip(parts.items(), rows, strict=True):
             events += self._after_step(begun[key], part, logits, report, started_s=now_s)
+        self._note_step(report, events)
         return events
+
+    def _note_step(self, report: StepReport, events: Sequence[TargetEvent]) -> None:
+        busy = {job.command.address.session_id for job in self._jobs}
+        served = {event.address.session_id for event in events if isinstance(event.outcome, VerdictRows)} - busy
+        self._gathering.on_step(served, tokens=report.tokens, seconds=report.seconds, now_s=self._clock())
 
     def _after_step(
         self, job: _Job[CacheT], part: Part[CacheT], logits: Tensor, report: StepReport, *, started_s: float
@@ -227,6 +240,7 @@ class Scheduler(Generic[CacheT]):
         if len(self._jobs) >= MAX_QUEUED:
             raise QueueFull("Too many drafts wait to be judged here; try again in a moment.")
         self._jobs.append(_Job(command))
+        self._gathering.on_draft(command.address.session_id, arrived_s=command.arrived_s)
 
     def _open(self, command: Open) -> Sequence[TargetEvent]:
         _, events = self._sessions.open(
@@ -240,11 +254,15 @@ class Scheduler(Generic[CacheT]):
     def _close(self, address: Address) -> None:
         held = self._sessions.close(address)
         if held is not None:
-            self._verifier.close(held.state)
+            self._let_go(held)
 
     def _release(self, orphans: Sequence[Held[TargetSession[CacheT]]]) -> None:
         for held in orphans:
-            self._verifier.close(held.state)
+            self._let_go(held)
+
+    def _let_go(self, held: Held[TargetSession[CacheT]]) -> None:
+        self._verifier.close(held.state)
+        self._gathering.forget(held.address.session_id)
 
 
 def _held_by(jobs: Iterable[_Job[CacheT]]) -> list[Held[TargetSession[CacheT]]]:

@@ -37,9 +37,15 @@ def prepare(settings: TargetSettings) -> ModelService[Command, TargetEvent]:
         incarnation=uuid.uuid4().hex,
         dtype=str(model.dtype).removeprefix("torch."),
         eos_token_ids=tuple(model.eos_token_ids),
-        emulated=settings.emulated_step_ms > 0,
+        emulated=settings.is_emulated,
     )
-    return assemble(settings, emulated(model, step_ms=settings.emulated_step_ms), info, allocation=model.allocation)
+    held = emulated(
+        model,
+        step_ms=settings.emulated_step_ms,
+        per_session_ms=settings.emulated_step_ms_per_session,
+        per_token_ms=settings.emulated_step_ms_per_token,
+    )
+    return assemble(settings, held, info, allocation=model.allocation)
 
 
 def assemble(
@@ -67,6 +73,7 @@ def assemble(
         memory=model.memory,
         allocation=allocation,
         metrics=metrics,
+        patience_s=scheduler.patience_s,
         make_servicer=lambda submit, load: TargetServicer(
             info,
             submit=submit,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc.aio
@@ -39,17 +40,34 @@ class ModelWorker(Worker[CommandT_contra, EventT_co], Protocol[CommandT_contra, 
         """Sessions that gave up their memory for others."""
 
 
-class Announcer(Protocol):
+class Streams(Protocol):
+    """The peers of a service (`streams.PeerStreams`)."""
+
     def announce(self) -> None: ...
+
+    async def serve(
+        self, batches: AsyncIterable[Iterable[Any]], write: Callable[[list[Any]], Awaitable[object]]
+    ) -> None: ...
 
 
 class Servicer(Protocol):
     """What a service's servicer offers besides its RPCs."""
 
     @property
-    def streams(self) -> Announcer: ...
+    def streams(self) -> Streams: ...
 
     def on_events(self, events: Any) -> None: ...
+
+
+class PeerService(Protocol):
+    """A model service, as a peer in the same process sees it (`ModelService`)."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    async def serve_peer(
+        self, batches: AsyncIterable[Iterable[Any]], write: Callable[[list[Any]], Awaitable[object]]
+    ) -> None: ...
 
 
 def use_threads(threads: int) -> int:
@@ -60,10 +78,11 @@ def use_threads(threads: int) -> int:
 
 
 class ModelService(Generic[CommandT, EventT]):
-    """A model service that is ready to be served: `await service(lifetime)`, once.
+    """A model service that is ready to be served, once: over gRPC by `await service(lifetime)`, or to peers of this
+    process alone, within `running`.
 
     `outcomes` are the drafts of which the worker knows what was kept; none at a drafter. `memory` is that of the model,
-    if there is one, and `allocation` says how it came to be as large as it is.
+    if there is one, and `allocation` says how it came to be as large as it is. `patience_s` is what `ModelThread` takes.
     """
 
     def __init__(
@@ -81,38 +100,66 @@ class ModelService(Generic[CommandT, EventT]):
         register: Callable[[Any, grpc.aio.Server], None],
         memory: Memory | None = None,
         allocation: Allocation | None = None,
+        patience_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.info = info
         self._worker, self._memory, self._allocation = worker, memory, allocation
         self._settings, self._kind, self._service_name = settings, kind, service_name
         self._sessions, self._outcomes, self._register = sessions, outcomes, register
         self._thread = ModelThread[CommandT, EventT](
-            worker, on_events=self._on_events, on_failure=self._on_failure, name=f"{kind}-model"
+            worker,
+            on_events=self._on_events,
+            on_failure=self._on_failure,
+            name=f"{kind}-model",
+            patience_s=patience_s,
         )
         self.registry = metrics.registry
         metrics.follow(self.load)
         self._servicer = make_servicer(self._thread.submit, self.load)
-        self._lifetime: Lifetime | None = None
+        self._on_broken: Callable[[], None] = lambda: None
         self._is_broken = False
 
     async def __call__(self, lifetime: Lifetime) -> None:
         """Serve until asked to stop; then drain, end the streams and the thread. Raises if the model thread broke."""
-        self._lifetime, settings = lifetime, self._settings
-        serve_metrics(self.registry, host=settings.host, port=settings.metrics_port)
+        settings = self._settings
+        self.serve_metrics()
         server = Server(host=settings.host, port=settings.port)
         self._register(self._servicer, server.registrar)
         await server.start(self._service_name)
+        async with self.running(lifetime.stop):
+            self._say_ready(lifetime, server.address)
+            await lifetime.until_stopped()
+            self._sessions.is_draining = True
+            self._servicer.streams.announce()
+            await server.begin_draining()
+            await until_idle(lambda: len(self._sessions), limit_s=0.0 if self._is_broken else settings.drain_s)
+            await server.stop(0.5)
+
+    @asynccontextmanager
+    async def running(self, on_broken: Callable[[], None]) -> AsyncIterator[None]:
+        """Run the model thread while the block runs, once; raises behind it if the thread broke.
+
+        `on_broken` is called when that happens. A block that raises leaves the thread to end with the process: who is
+        in such a hurry must not wait for a model that hangs.
+        """
+        self._on_broken = on_broken
         self._thread.start()
-        self._say_ready(lifetime, server.address)
-        await lifetime.until_stopped()
-        self._sessions.is_draining = True
-        self._servicer.streams.announce()
-        await server.begin_draining()
-        await until_idle(lambda: len(self._sessions), limit_s=0.0 if self._is_broken else settings.drain_s)
-        await server.stop(0.5)
+        yield
         await self._thread.stop()
         if self._is_broken:
             raise PacelineError("The model thread broke; the log says where. Start the service again.")
+
+    def serve_metrics(self) -> None:
+        """Answer scrapes on the port of the settings, if there is one, until the process ends."""
+        serve_metrics(self.registry, host=self._settings.host, port=self._settings.metrics_port)
+
+    async def serve_peer(
+        self, batches: AsyncIterable[Iterable[Any]], write: Callable[[list[Any]], Awaitable[object]]
+    ) -> None:
+        """Serve a peer in this process until its batches of commands end, as if they came on a stream: the same messages,
+        of which it must change none that it has sent or got.
+        """
+        await self._servicer.streams.serve(batches, write)
 
     def load(self) -> LoadReport:
         """How busy the service is; costs next to nothing, whatever it holds."""
@@ -161,8 +208,7 @@ class ModelService(Generic[CommandT, EventT]):
 
     def _on_failure(self) -> None:
         self._is_broken = True
-        assert self._lifetime is not None, "the thread was started"
-        self._lifetime.stop()
+        self._on_broken()
 
 
 def load_model(settings: ModelServiceSettings, *, logit_noise: float = 0.0, verifier: str | None = None) -> CausalModel:

@@ -114,8 +114,12 @@ class ModelThread(Generic[CommandT, EventT]):
         on_events: Callable[[Sequence[EventT]], None],
         on_failure: Callable[[], None],
         name: str,
+        patience_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._worker = worker
+        """`patience_s` says, on the thread, how long a step should wait for more commands, in seconds (0: not at all); it
+        is asked again behind each of them.
+        """
+        self._worker, self._patience_s = worker, patience_s
         self._on_events, self._on_failure = on_events, on_failure
         self._inbox: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop
@@ -159,11 +163,13 @@ class ModelThread(Generic[CommandT, EventT]):
             await asyncio.sleep(_POLL_S)
 
     def _run(self) -> None:
+        pause_s = 0.0
         try:
             while not self._stopping:
-                events = self._apply_commands()
+                events = self._apply_commands(pause_s)
                 events += self._housekeep()
-                if self._worker.has_work():
+                pause_s = self._pause_s()
+                if pause_s == 0.0:
                     with self._step_clock.step():
                         events += self._worker.step()
                 if events:
@@ -179,19 +185,21 @@ class ModelThread(Generic[CommandT, EventT]):
         self._next_housekeeping_s = now_s + _HOUSEKEEPING_S
         return self._worker.expire_idle()
 
-    def _apply_commands(self) -> list[EventT]:
-        """Apply what waits; with no model work to do, wait for the next command."""
+    def _pause_s(self) -> float:
+        """How long to wait for commands before the next step; 0: begin it now."""
+        return min(self._patience_s(), _HOUSEKEEPING_S) if self._worker.has_work() else _HOUSEKEEPING_S
+
+    def _apply_commands(self, pause_s: float) -> list[EventT]:
+        """Apply what waits, or else the first that comes within the pause and what has come with it."""
         events: list[EventT] = []
-        command = self._next_command()
+        command = self._next_command(pause_s)
         while command is not None:
             events += self._worker.accept(command)
-            command = self._next_command(wait=False)
+            command = self._next_command(0.0)
         return events
 
-    def _next_command(self, *, wait: bool = True) -> CommandT | None:
+    def _next_command(self, pause_s: float) -> CommandT | None:
         try:
-            if wait and not self._worker.has_work():
-                return self._inbox.get(timeout=_HOUSEKEEPING_S)
-            return self._inbox.get_nowait()
+            return self._inbox.get(timeout=pause_s) if pause_s else self._inbox.get_nowait()
         except queue.Empty:
             return None

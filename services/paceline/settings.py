@@ -263,8 +263,11 @@ class OrchestratorSettings(ServiceSettings):
     @field_validator("target")
     @classmethod
     def _one_kind_of_target(cls, value: str, others: ValidationInfo) -> str:
-        if value and others.data.get("colocated_target"):
+        is_here = others.data.get("colocated_target") is not None
+        if is_here and value:
             raise ValueError("goes without --colocated-target; give one of the two")
+        if not is_here and not value:
+            raise ValueError("Field required, unless the target runs here by --colocated-target")
         return value
 
     @field_validator("drafter")

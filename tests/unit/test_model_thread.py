@@ -97,8 +97,10 @@ class Listener:
 
 
 @asynccontextmanager
-async def running(worker: RecordingWorker, listener: Listener) -> AsyncIterator[ModelThread[str, str]]:
-    thread = model_thread(worker, listener)
+async def running(
+    worker: RecordingWorker, listener: Listener, *, patience_s: Callable[[], float] = lambda: 0.0
+) -> AsyncIterator[ModelThread[str, str]]:
+    thread = model_thread(worker, listener, patience_s=patience_s)
     thread.start()
     try:
         yield thread
@@ -107,8 +109,16 @@ async def running(worker: RecordingWorker, listener: Listener) -> AsyncIterator[
         await thread.stop()
 
 
-def model_thread(worker: RecordingWorker, listener: Listener) -> ModelThread[str, str]:
-    return ModelThread(worker, on_events=listener.on_events, on_failure=listener.on_failure, name="test-model")
+def model_thread(
+    worker: RecordingWorker, listener: Listener, *, patience_s: Callable[[], float] = lambda: 0.0
+) -> ModelThread[str, str]:
+    return ModelThread(
+        worker,
+        on_events=listener.on_events,
+        on_failure=listener.on_failure,
+        name="test-model",
+        patience_s=patience_s,
+    )
 
 
 def is_running() -> bool:
@@ -145,6 +155,41 @@ async def test_waiting_commands_are_applied_between_two_steps() -> None:
         worker.may_step.set()
         await listener.until(lambda: listener.events.count("stepped") == 4)
     assert worker.log == ["a", "step", "b", "c", "d", "step", "step", "step"]
+
+
+async def test_a_step_waits_for_commands_as_long_as_it_is_told_to() -> None:
+    """What there is to tell is told meanwhile, and each command asks anew."""
+    worker, listener = RecordingWorker(), Listener()
+    async with running(worker, listener, patience_s=lambda: WAIT_S if worker.steps_left < 3 else 0.0) as thread:
+        thread.submit("a")
+        await listener.until(lambda: listener.events == ["accepted a"])
+        thread.submit("b")
+        await listener.until(lambda: listener.events == ["accepted a", "accepted b"])
+        assert worker.log == ["a", "b"]
+        thread.submit("c")
+        await listener.until(lambda: "stepped" in listener.events)
+        assert worker.log[:4] == ["a", "b", "c", "step"]
+
+
+async def test_a_step_begins_when_the_waiting_is_over() -> None:
+    """Though no command has come."""
+    worker, listener = RecordingWorker(), Listener()
+    patience_s = iter([0.001, 0.0])
+    async with running(worker, listener, patience_s=lambda: next(patience_s)) as thread:
+        thread.submit("a")
+        await listener.until(lambda: "stepped" in listener.events)
+    assert worker.log == ["a", "step"]
+
+
+async def test_stop_ends_a_thread_that_waits_for_commands() -> None:
+    """At once, and its work is dropped."""
+    worker, listener = RecordingWorker(), Listener()
+    async with running(worker, listener, patience_s=lambda: WAIT_S) as thread:
+        thread.submit("a")
+        await listener.until(lambda: "accepted a" in listener.events)
+        async with asyncio.timeout(WAIT_S / 2):
+            await thread.stop()
+    assert worker.log == ["a"]
 
 
 async def test_the_model_has_one_thread_and_events_come_on_the_loop() -> None:

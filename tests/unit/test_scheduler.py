@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -375,6 +376,67 @@ def test_drafts_that_wait_are_counted() -> None:
     assert service.scheduler.waiting == 2
     service.work()
     assert service.scheduler.waiting == 0
+
+
+# ---- sessions that come back ----------------------------------------------------------------------------------------
+
+
+def in_rhythm() -> Service:
+    """A target that has served A and B ten times, in steps of at least 5 ms, and each time had their drafts half a
+    millisecond later.
+    """
+
+    def slow(ids: Sequence[int]) -> Sequence[float]:
+        time.sleep(0.0025)
+        return hashed_logits(VOCAB_SIZE)(ids)
+
+    service = Service(logits=slow)
+    service.tell(opening(A), opening(B))
+    for _ in range(10):
+        service.tell(*(judge(address, arrived_s=service.clock.now_s) for address in (A, B)))
+        assert service.scheduler.patience_s() == 0.0
+        service.work()
+        service.clock.now_s += 0.0005
+    return service
+
+
+def test_a_step_waits_for_a_session_that_is_about_to_come_back() -> None:
+    """Until it has, or its time is over; not with a draft of each there."""
+    service = in_rhythm()
+    service.clock.now_s -= 0.0004
+    service.tell(judge(A, arrived_s=service.clock.now_s))
+    assert service.scheduler.patience_s() == pytest.approx(0.0004)
+    service.clock.now_s += 0.001
+    assert service.scheduler.patience_s() == 0.0
+    service.clock.now_s -= 0.001
+    service.tell(judge(B, arrived_s=service.clock.now_s))
+    assert service.scheduler.patience_s() == 0.0
+
+
+@pytest.mark.parametrize("ending", ["close", "peer", "idle"])
+def test_no_step_waits_for_a_session_that_has_ended(ending: str) -> None:
+    """However it has."""
+    service = in_rhythm()
+    service.clock.now_s -= 0.0004
+    service.tell(judge(A, arrived_s=service.clock.now_s))
+    assert service.scheduler.patience_s() > 0.0
+    if ending == "idle":
+        now_s, service.clock.now_s = service.clock.now_s, service.clock.now_s + 2 * IDLE_TTL_S
+        service.scheduler.expire_idle()
+        service.clock.now_s = now_s
+    else:
+        service.tell(Close(B) if ending == "close" else PeerGone(B.peer))
+    assert service.scheduler.patience_s() == 0.0
+
+
+def test_a_session_whose_next_draft_is_here_is_not_away() -> None:
+    """Its draft came before the verdict on the one before."""
+    service = in_rhythm()
+    at_s = service.clock.now_s
+    service.tell(judge(A, arrived_s=at_s), judge(B, arrived_s=at_s), judge(A, arrived_s=at_s), judge(B, arrived_s=at_s))
+    service.scheduler.step()
+    assert service.scheduler.waiting == 2
+    assert service.scheduler.patience_s() == 0.0
 
 
 # ---- any history ----------------------------------------------------------------------------------------------------
