@@ -85,12 +85,20 @@ def commit(
     committed: Sequence[int] = (),
     draft_length: int = 2,
     credit: int = 2,
+    branches: int = 0,
+    fan_out: int = 0,
 ) -> drafter_pb.DrafterCommand:
     return drafter_pb.DrafterCommand(
         session_id=session_id,
         epoch=epoch,
         commit=drafter_pb.Commit(
-            base_length=base_length, committed_ids=committed, draft_length=draft_length, credit=credit
+            base_length=base_length,
+            committed_ids=committed,
+            draft_length=draft_length,
+            credit=credit,
+            branches=branches,
+            fan_out=fan_out,
+            acceptance=0.5,
         ),
     )
 
@@ -271,6 +279,32 @@ async def test_commit_that_contradicts_the_draft_rolls_it_back() -> None:
         await assert_proposal(peer, "a", (7, 0), on=(0, 1, 2, 3, 6))
 
 
+async def test_branches_continue_other_outcomes_and_one_that_comes_true_is_drafted_on() -> None:
+    """The model counts, so the first token of a branch names its guess. Each token of a branch has what it was drawn from.
+
+    So sure a model guesses nothing itself: under `rejection` guesses do not go by what it thinks. It counts on with a
+    probability of 0.998 a token, and the seed is fixed.
+    """
+    async with connected_drafter() as peer:
+        await peer.send(opened("a", rule=REJECTION, sampling=sampling_with()))
+        await peer.send(commit("a", draft_length=3, credit=4, branches=3, fan_out=2))
+        proposals: list[drafter_pb.Proposal] = []
+        while sum(len(proposal.draft_ids) for proposal in proposals) < 4:
+            proposals.append((await peer.event("a")).proposal)
+        branches = [branch for proposal in proposals for branch in proposal.branches]
+        first = next(branch for branch in branches if branch.base_length == len(PROMPT) + 1)
+        guess = (first.draft_ids[0] - 1) % VOCAB
+        assert guess != proposals[0].draft_ids[0]
+        assert first.prefix_digest == TokenPrefix((*PROMPT, guess)).digest()
+        assert all(len(branch.draft_distributions) == len(branch.draft_ids) > 0 for branch in branches)
+        assert sum(proposal.draft_steps for proposal in proposals) >= 4
+        await peer.send(commit("a", base_length=4, committed=(guess,), draft_length=3, credit=9))
+        following = (await peer.event("a")).proposal
+        while following.base_length == 4 or not following.draft_ids:
+            following = (await peer.event("a")).proposal
+        assert following.draft_ids[0] == (guess + following.base_length - len(PROMPT)) % VOCAB
+
+
 async def test_rounds_without_credit_still_reach_the_drafter() -> None:
     """After rounds without a draft, the next one continues all that was committed meanwhile (field case C32)."""
     async with connected_drafter() as peer:
@@ -413,17 +447,27 @@ legal_rounds = st.builds(
                 session_id="a",
                 epoch=1,
                 commit=drafter_pb.Commit(
-                    base_length=len(ids) + more, committed_ids=[0] * more, draft_length=draft_length, credit=credit
+                    base_length=len(ids) + more,
+                    committed_ids=[0] * more,
+                    draft_length=draft_length,
+                    credit=credit,
+                    branches=branches,
+                    fan_out=2,
+                    acceptance=0.5,
                 ),
             )
-            for more, draft_length, credit in commits
+            for more, draft_length, credit, branches in commits
         ),
     ],
     st.lists(token_ids, min_size=1, max_size=8),
     st.integers(VOCAB, VOCAB + 3),
     st.sampled_from([COUPLED, REJECTION]),
     legal_sampling,
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 9), st.sampled_from([0, 0, 3])),
+        min_size=1,
+        max_size=4,
+    ),
 )
 """A session within all limits, if at their very ends, and commits for it in any order."""
 

@@ -7,10 +7,12 @@ from types import FrameType
 
 import typer
 
+from paceline.cli.bench import bench
 from paceline.cli.demo import demo
 from paceline.cli.generate import generate
 from paceline.cli.serve import serve
 from paceline.cli.status import status
+from paceline.cli.trace import trace
 from paceline.cli.train import train
 from paceline.cli.up import up
 
@@ -28,7 +30,9 @@ app.command()(demo)
 app.command()(up)
 app.command()(serve)
 app.command()(status)
+app.command()(trace)
 app.command()(train)
+app.command()(bench)
 
 
 def main() -> None:
