@@ -31,8 +31,8 @@ _MISSES_UNTIL_GONE = 8  # drafts that were wanted while the drafter sent nothing
 _LENGTHENED = 8  # tokens by which all sessions together may lengthen their drafts at once
 _FIRST_LENGTH = 4  # tokens, while no draft's cost is known
 _PATIENCE, _PATIENCE_MARGIN_S = 1.5, 1e-3  # a draft is waited for so many times as long as is expected, and this
-_MOST_LINES = 128  # of all sessions together: every branch costs the orchestrator time too
-_MORE_ABOVE, _FEWER_ABOVE = 1.01, 0.995  # times the rate with as many as now
+_MOST_LINES = 64  # of all sessions together: every branch costs the orchestrator time too
+_SLOWER_AT_MOST = 1.75  # times a step with one line
 _CHOICES_PER_BRANCHES = 4  # the number of branches serves so many choices
 
 
@@ -253,7 +253,8 @@ class SessionController:
         # Longer by little at a time: the others lengthen theirs too, and the price of a token is known only behind that.
         longer = max(1, round(_LENGTHENED / self._deployment.load.all_sessions))
         costs = self._deployment.round_costs(
-            survival=survival[: self._group.draft_length + longer + 1],
+            survival=survival,
+            longest=self._group.draft_length + longer,
             hits=hits,
             lines=1.0 + BRANCHES[branches],
             bonus_is_drafted=self._bonus_is_drafted,
@@ -261,20 +262,24 @@ class SessionController:
         return replace(costs, draft_token_s=0.0, redraft_s=0.0) if self._is_gone else costs
 
     def _choose_branches(self) -> Choice:
-        """The best choice with as many branches as now, or with the next higher or lower number if that is better."""
-        choice = self._best(self._branches)
-        fewer, more = self._branches - 1, self._branches + 1
-        if more < len(BRANCHES) and BRANCHES[more] <= self._max_branches and not self._is_crowded(more):
-            with_more = self._best(more)
-            if with_more.rate > _MORE_ABOVE * choice.rate:
-                self._branches = more
-                return with_more
-        if fewer >= 0:
-            with_fewer = self._best(fewer)
-            if with_fewer.rate > _FEWER_ABOVE * choice.rate or self._is_crowded(self._branches):
-                self._branches = fewer
-                return with_fewer
-        return choice
+        """As many branches as the drafter has time for, one more or fewer than now at most: how long a step with many lines
+        takes is known only behind some."""
+        more = self._branches + 1
+        if more < len(BRANCHES) and self._has_time_for(more):
+            self._branches = more
+        elif self._branches and not self._has_time_for(self._branches):
+            self._branches -= 1
+        return self._best(self._branches)
+
+    def _has_time_for(self, branches: int) -> bool:
+        """Whether a step with so many lines is not much longer than with one, and the likeliest line still grows by what a
+        round takes of it."""
+        if BRANCHES[branches] > self._max_branches or self._is_crowded(branches):
+            return False
+        draft, load = self._deployment.draft, self._deployment.load
+        step_s = draft.step_s(1.0 + BRANCHES[branches])
+        is_slow = step_s > _SLOWER_AT_MOST * draft.step_s(1.0)
+        return not is_slow and (load.emitted.value + 1.0) * step_s < load.round_s.value
 
     def _switch(self, is_on: bool) -> None:
         if is_on == self._is_on:
@@ -336,7 +341,7 @@ class SessionController:
             length = min(wait.enough_length, most)
             return RoundPlan(draft_length=length, enough_length=length, reason=f"draft {length}: {self._reason}")
         return RoundPlan(
-            draft_length=min(choice.draft_length, most),
+            draft_length=min(max(choice.draft_length, available), most),
             enough_length=min(wait.enough_length, most),
             patience_s=_PATIENCE * wait.wait_s + _PATIENCE_MARGIN_S,
             reason=f"wait for {wait.enough_length}, {1e3 * wait.wait_s:.1f} ms: {self._reason}",

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _DRIFT = 1e-5  # of a coefficient's spread, at each measurement: a constant is followed within some 30 measurements
+_DRAFT_DRIFT = 1e-4  # within some 10: a drafter's first steps say little of the following ones
 _TRUSTED_AFTER = 8  # measurements, behind which one that is far off counts as a hiccup
-FARTHEST = 2.0  # times what was expected: as more (or less) than that no measurement counts
-_STEPS_AT_ONCE = 16  # of a drafter, whose mean is one measurement: they are many, and short
+FARTHEST = 2.0  # times what was expected: as more than that no measurement counts
+_STEPS_AT_ONCE = 8  # of a drafter, whose mean is one measurement: they are many, and short
 _STEPS_ALONE = 32  # of a target, each a measurement; then so many at once:
 _STEPS_TOGETHER = 4
 _HEAVIEST = 1e100  # the sums begin anew before they overflow: once in some 170,000 rounds
@@ -42,10 +43,11 @@ class LeastSquares:
     looks, a coefficient stays as it is, and is learned the more quickly once one does.
     """
 
-    def __init__(self, spreads: Sequence[float]) -> None:
-        """`spreads`: how far each coefficient may be from 0 before anything is measured, against one another."""
+    def __init__(self, spreads: Sequence[float], *, drift: float = _DRIFT) -> None:
+        """`spreads`: how far each coefficient may be from 0 before anything is measured, against one another; `drift`:
+        the share of that by which it may change between two measurements."""
         self.coefficients = [0.0] * len(spreads)
-        self._spreads = tuple(spreads)
+        self._spreads, self._drift = tuple(spreads), drift
         self._uncertainty = [
             [spread if row == column else 0.0 for column in range(len(spreads))] for row, spread in enumerate(spreads)
         ]
@@ -55,10 +57,11 @@ class LeastSquares:
         return sum(map(float.__mul__, self.coefficients, features))
 
     def add(self, features: Sequence[float], value: float) -> None:
-        """One measurement. One that is far off counts as less far off, so that a lasting change is followed by steps."""
+        """One measurement. One that is far too long counts as less so, and a lasting change is followed by steps; a machine
+        hiccups, but is never faster than it is."""
         expected = self.predict(features)
         if self.count >= _TRUSTED_AFTER and expected > 0.0:
-            value = min(max(value, expected / FARTHEST), expected * FARTHEST)
+            value = min(value, expected * FARTHEST)
         self.count += 1
         seen = [sum(map(float.__mul__, row, features)) for row in self._uncertainty]
         weight = 1.0 / (1.0 + sum(map(float.__mul__, seen, features)))
@@ -67,7 +70,7 @@ class LeastSquares:
             self.coefficients[index] = max(0.0, self.coefficients[index] + step * part)
             share = weight * part
             row[:] = [entry - share * other for entry, other in zip(row, seen, strict=True)]
-            row[index] = min(spread, row[index] + _DRIFT * spread)
+            row[index] = min(spread, row[index] + self._drift * spread)
 
 
 class VerifyCosts:
@@ -116,7 +119,7 @@ class DraftCosts:
     """Seconds of a drafter's step by the lines of a session in it, and how long drafts take that are made afresh."""
 
     def __init__(self) -> None:
-        self._steps = LeastSquares((100.0, 0.1))
+        self._steps = LeastSquares((100.0, 0.1), drift=_DRAFT_DRIFT)
         self._redraft = Average(window=16, farthest=FARTHEST)
         self._tokens = self._pending = 0
         self._seconds = 0.0

@@ -165,7 +165,13 @@ class Deployment:
     # ---- what a session's rounds cost
 
     def round_costs(
-        self, *, survival: list[float], hits: tuple[float, float, float], lines: float, bonus_is_drafted: bool
+        self,
+        *,
+        survival: list[float],
+        longest: int,
+        hits: tuple[float, float, float],
+        lines: float,
+        bonus_is_drafted: bool,
     ) -> RoundCosts:
         """For one session, the others being as they are."""
         load, token_s = self.load, self.verify.token_s
@@ -174,6 +180,7 @@ class Deployment:
         price = token_s * all_others * load.emitted.value / load.round_s.value if load.round_s.value else 0.0
         return RoundCosts(
             survival=survival,
+            longest=longest,
             plain_s=self._round_s(others, is_drafting=False),
             verify_s=self._round_s(others, is_drafting=True),
             verify_token_s=token_s,

@@ -18,6 +18,7 @@ _LEAST_S = 1e-6  # no round takes less
 _LEAST_HIT = 0.01  # a miss is never for ever
 _SETTLED = 5e-3  # share of the rate by which it still changes
 _ITERATIONS = 6  # at most; two or three are usual
+_UNTRIED = 2  # times the draft length: as many tokens as are verified where they are there anyway
 _PATIENCE = 4  # longer drafts in a row that are worth less, behind which none is looked at
 
 
@@ -25,7 +26,8 @@ _PATIENCE = 4  # longer drafts in a row that are worth less, behind which none i
 class RoundCosts:
     """What the rounds of one session are expected to cost and to bring."""
 
-    survival: Sequence[float]  # [longest draft + 1]: probability that the first k drafted tokens are all accepted
+    survival: Sequence[float]  # [any draft + 1]: probability that the first k drafted tokens are all accepted
+    longest: int  # tokens of the longest draft that may be chosen; at least 1
     plain_s: float  # a round of a session that does not speculate at all
     verify_s: float  # a round without a draft of a session that does
     verify_token_s: float  # more for each drafted token
@@ -55,7 +57,7 @@ class Choice:
     rate: float  # tokens per second with it, less what the other sessions lose
     plain_rate: float  # tokens per second without speculation
     round_s: float  # a round that begins ahead
-    values: tuple[float, ...]  # [draft_length + 1]: tokens gained by a round with so many, over the mean of its time
+    values: tuple[float, ...]  # by tokens verified: those gained by a round with so many, over the mean of its time
     draft_token_s: float
     redraft_s: float
     least_wait_s: float
@@ -67,7 +69,9 @@ class Choice:
 
     def wait(self, available: int) -> Wait:
         """What to wait for when `available` drafted tokens are there: the round's value less the time it costs."""
-        free = min(available, self.draft_length)
+        # What is there already may be more than is worth being drafted for every round; but what many more tokens cost is
+        # not known before some more were tried.
+        free = min(available, _UNTRIED * self.draft_length, len(self.values) - 1)
         best = max(range(free + 1), key=self.values.__getitem__)
         best_value, best_wait_s = self.values[best], 0.0
         wait_s = self.redraft_s if free == 0 else self.draft_token_s
@@ -101,7 +105,7 @@ def choose(costs: RoundCosts, *, guess: float = 0.0) -> Choice:
         rate=rate,
         plain_rate=plain_rate,
         round_s=rounds.ahead_s[draft_length],
-        values=tuple(rounds.value(length, rate, loss) for length in range(draft_length + 1)),
+        values=tuple(rounds.value(length, rate, loss) for length in range(len(costs.survival))),
         draft_token_s=costs.draft_token_s,
         redraft_s=costs.redraft_s,
         least_wait_s=costs.least_wait_s,
@@ -121,6 +125,7 @@ class _Rounds:
         self._hits: list[float] = []
         self._verify_s: list[float] = []
         self._missed_s: list[float] = []  # with the wait for tokens drafted afresh
+        self._longest = min(costs.longest, len(costs.survival) - 1)
         self.ahead_s: list[float] = []  # with tokens drafted while the last round went on
         tokens, lost_s = 0.0, 0.0
         for length, survival in enumerate(costs.survival):
@@ -144,7 +149,7 @@ class _Rounds:
         """How many tokens to wait for, and how many tokens worse off than ahead that leaves the session."""
         best, least = 0, float("inf")
         worse = 0
-        for length, hit in enumerate(self._hits):
+        for length, hit in enumerate(self._hits[: self._longest + 1]):
             loss = (rate * self._missed_s[length] - self._rewards[length]) / hit
             best, least, worse = (length, loss, 0) if loss < least else (best, least, worse + 1)
             if worse == _PATIENCE:
@@ -154,7 +159,7 @@ class _Rounds:
     def best_ahead(self, rate: float, loss: float) -> int:
         best, most = 1, float("-inf")
         worse = 0
-        for length in range(1, len(self._hits)):
+        for length in range(1, self._longest + 1):
             value = self._rewards[length] - rate * self.ahead_s[length] - (1.0 - self._hits[length]) * loss
             best, most, worse = (length, value, 0) if value > most else (best, most, worse + 1)
             if worse == _PATIENCE:

@@ -49,6 +49,10 @@ class Remote(Protocol):
         """Of the drafted tokens that are there for the committed ones."""
 
     @property
+    def is_served(self) -> bool:
+        """Whether a drafter holds the session now."""
+
+    @property
     def wants_drafts(self) -> bool:
         """False: no drafter could serve this session, so that none is missing."""
 
@@ -71,9 +75,12 @@ class DraftsWithFallback:
         self._clock = _RoundClock(stall) if stall is not None else None
 
     def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
+        self._remote.commit(prefix, order)
         if self._clock is not None:
             self._clock.begin_round()
-        self._remote.commit(prefix, order)
+            # Whatever the planner makes of it: a pool without drafters must not look idle.
+            if self._remote.wants_drafts and not self._remote.is_served:
+                self._clock.note_draft(has_come=False)
 
     def available(self, prefix: TokenPrefix, max_length: int) -> int:
         return self._remote.available(prefix, max_length)

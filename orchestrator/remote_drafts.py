@@ -109,6 +109,11 @@ class RemoteDrafts:
         return not self._given_up
 
     @property
+    def is_served(self) -> bool:
+        """Whether a drafter holds the session now."""
+        return self._is_open
+
+    @property
     def drafters(self) -> frozenset[ModelInfo]:
         """Each that this session was opened at."""
         return frozenset(self._drafters)

@@ -87,7 +87,9 @@ def drafter(**settings: Any) -> Any:
 
 def asked_of(seed: int, *, schedule: Schedule = Schedule.PIPELINED, max_tokens: int = MAX_TOKENS) -> GenerationRequest:
     prompt = tuple((seed + offset) % VOCAB for offset in range(3))
-    return request(prompt, seed=seed, max_tokens=max_tokens, schedule=schedule, rule=VerificationRule.COUPLED)
+    return request(
+        prompt, seed=seed, max_tokens=max_tokens, schedule=schedule, rule=VerificationRule.COUPLED, draft_length=4
+    )
 
 
 def right_text(asked: GenerationRequest) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ def costs(acceptance: float = 0.7, **changes: Any) -> RoundCosts:
     """A target of 30 ms, a drafter of 1.5 ms, nobody else, and never a miss."""
     ideal = RoundCosts(
         survival=survival(acceptance),
+        longest=64,
         plain_s=0.03,
         verify_s=0.03,
         verify_token_s=0.0,
@@ -80,10 +81,10 @@ def test_a_drafted_bonus_is_no_token_of_its_own() -> None:
 
 
 def test_what_is_there_is_verified_at_once() -> None:
-    """Of tokens that have come, all are used up to the best length, and nothing is waited for."""
+    """Of tokens that have come, all are used up to twice the best length, and nothing is waited for."""
     choice = choose(costs())
     wait = choice.wait(60)
-    assert wait.enough_length == choice.draft_length
+    assert wait.enough_length == 2 * choice.draft_length
     assert wait.wait_s == 0.0
 
 

@@ -42,6 +42,7 @@ class FakeRemote:
     answer: Draft | None = None
     heard: list[tuple[str, int, int, int]] = field(default_factory=list)
     wants_drafts: bool = True
+    is_served: bool = True
 
     def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
         self.heard.append(("commit", len(prefix), order.draft_length, order.credit))
@@ -602,6 +603,12 @@ async def test_rounds_that_no_drafter_could_serve_do_not_count() -> None:
     given_up = SlowRemote(None, wants_drafts=False)
     assert (await run_rounds(given_up, rounds=3, verify_s=1.0)).fraction is None
     assert (await run_rounds(SlowRemote(None), rounds=3, verify_s=1.0, is_wanted=False)).fraction is None
+
+
+async def test_a_round_without_a_drafter_is_stalled_whatever_the_plan() -> None:
+    """Also one that wants no draft: its planner may have turned speculation off because there is no drafter."""
+    absent = SlowRemote(None, is_served=False)
+    assert (await run_rounds(absent, rounds=3, verify_s=1.0, is_wanted=False)).fraction == pytest.approx(1.0)
 
 
 async def test_a_round_that_does_not_wait_for_the_drafter_does_not_count() -> None:

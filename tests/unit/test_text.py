@@ -237,6 +237,25 @@ def test_cost_of_a_token_does_not_grow(kind: str, cycle: list[int]) -> None:
     assert text == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece", "sentencepiece, first space kept"])
+def test_tokens_of_whole_characters_are_decoded_once(kind: str) -> None:
+    """2,000 of them cost no more decodes than it takes to learn the text of each, whichever answer they are in."""
+    tokenizer = RecordingTokenizer(KINDS[kind]())
+    ids = [token_id for token_id in range(0x100, tokenizer.vocab_size) if tokenizer.own_text(token_id) is not None]
+    assert len(ids) >= 4
+    tokenizer.decode_lengths.clear()
+    for _ in range(2):
+        assert "".join(detokenize(tokenizer, ids[:4] * 500)) == TOKENIZERS[kind].decode(ids[:4] * 500)
+    assert len(tokenizer.decode_lengths) <= 4  # the first token of each answer
+
+
+@pytest.mark.parametrize("kind", ["word suffix", "python"])
+def test_no_text_is_taken_for_a_tokens_own_where_neighbours_may_change_it(kind: str) -> None:
+    """Such decoders are asked about each token where it stands."""
+    tokenizer = TOKENIZERS[kind]
+    assert {tokenizer.own_text(token_id) for token_id in range(tokenizer.vocab_size)} == {None}
+
+
 def test_tokens_across_characters_for_ever_are_decoded_right() -> None:
     """Each of 1,000 tokens ends one character and begins the next, so that no token boundary is safe to cut at."""
     tokenizer = TOKENIZERS["byte level"]
