@@ -149,13 +149,15 @@ class OutputTracker:
     def _take(self, token_id: int) -> str:
         """Count one token and return the text it lets through."""
         self._output_length += 1
-        if self._may_stop and token_id in self._conditions.stop_token_ids:
+        if token_id in self._conditions.stop_token_ids and self._may_stop:
             self._end(FinishReason.STOP)
             return ""
-        self._held_text += self._detokenizer.push(token_id)
-        if self._cut_at_stop(self._held_text + self._detokenizer.pending):
-            return self.finish()
-        piece = self._release()
+        piece = self._detokenizer.push(token_id)
+        if self._conditions.stop:
+            self._held_text += piece
+            if self._cut_at_stop(self._held_text + self._detokenizer.pending):
+                return self.finish()
+            piece = self._release()
         if self.remaining == 0:
             self._end(FinishReason.LENGTH)
         return piece

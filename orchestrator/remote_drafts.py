@@ -73,6 +73,21 @@ class _Commit:
     order: DraftOrder
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A round that waits for its draft."""
+
+    digest: int  # of the tokens that it is to continue
+    plan: RoundPlan
+    epoch: int
+    is_over: asyncio.Future[bool]  # True: the patience has run out
+
+
+def _resolve(future: asyncio.Future[bool], result: bool) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
 class RemoteDrafts:
     """One session's drafts from the drafter service (`drafting.Remote`). Invariant: at most one seat.
 
@@ -96,7 +111,7 @@ class RemoteDrafts:
         self._left_because = ""
         self._last_commit: _Commit | None = None
         self._sent_length = 0
-        self._arrived = asyncio.Event()
+        self._waiting: _Waiting | None = None  # a round, for its draft
         self._misses = 0
         self._rounds_to_skip = 0
         self._useless_seats = 0  # in a row
@@ -199,7 +214,7 @@ class RemoteDrafts:
         self._useless_seats = 0
         self._is_awaited = True
         self._heard_s = time.perf_counter()
-        self._arrived.set()
+        self._wake()
 
     def _on_failed(self, error: PacelineError) -> None:
         """The drafter does not hold the session: open it again or elsewhere if that can help, else go on without."""
@@ -210,7 +225,7 @@ class RemoteDrafts:
         elif not isinstance(error, (SessionNotFound, LengthMismatch)) or self._openings > MAX_REOPENINGS:
             self._give_up()
         self._is_open = False
-        self._arrived.set()
+        self._wake()
 
     # ---- what drafts cost
 
@@ -254,7 +269,7 @@ class RemoteDrafts:
                     seat.client.send(self._command(close=session_pb.CloseSession()))
             seat.release()
         self._is_open = False
-        self._arrived.set()
+        self._wake()
         if self._given_up:
             self._stop_asking()
         elif seat is not None:
@@ -285,22 +300,30 @@ class RemoteDrafts:
         return info.max_context - commit.base_length if commit is not None and info is not None else 0
 
     async def _wait_for_draft(self, digest: int, plan: RoundPlan) -> Draft | None:
-        """What there is when it is enough, or when the patience has run out."""
-        deadline_s = time.monotonic() + plan.patience_s
-        epoch = self._epoch
-        draft = None
-        while self._is_open and self._epoch == epoch:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(deadline_s - time.monotonic()):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return self._after_patience(digest, plan)
-            draft = self._store.find(digest, plan.draft_length)
-            if self._is_enough(draft, digest, plan):
-                self._misses = 0
-                return draft
-        return draft
+        """What there is when it is enough, when the patience has run out, or when the drafter is gone."""
+        loop = asyncio.get_running_loop()
+        self._waiting = waiting = _Waiting(digest, plan, self._epoch, loop.create_future())
+        # One timer and one future: this is done in most rounds of some sessions.
+        patience = loop.call_later(plan.patience_s, _resolve, waiting.is_over, True)
+        try:
+            is_late = await waiting.is_over
+        finally:
+            patience.cancel()
+            self._waiting = None
+        if is_late:
+            return self._after_patience(digest, plan)
+        self._misses = 0
+        return self._store.find(digest, plan.draft_length)
+
+    def _wake(self) -> None:
+        """Something has come, or the drafter is gone: end the wait if that is what it was for."""
+        waiting = self._waiting
+        if waiting is None:
+            return
+        is_lost = not self._is_open or self._epoch != waiting.epoch
+        draft = self._store.find(waiting.digest, waiting.plan.draft_length)
+        if is_lost or self._is_enough(draft, waiting.digest, waiting.plan):
+            _resolve(waiting.is_over, False)
 
     def _after_patience(self, digest: int, plan: RoundPlan) -> Draft | None:
         """Some tokens, if not enough, are better than none. Short waits may well be in vain; a drafter that says nothing at

@@ -255,27 +255,33 @@ class RemoteTarget:
     async def _ask(self, seat: Seat[TargetClient], prefix: TokenPrefix, draft: Draft) -> VerdictRows:
         if not self._is_open:
             self._open(seat, prefix)
-        self._pending = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        pending: asyncio.Future[VerdictRows] = loop.create_future()
+        self._pending = pending
         self._pending_base = len(prefix)
+        late = loop.call_later(self._verify_deadline_s, self._on_late, pending)
         try:
             seat.client.send(
                 self._command(
-                    verify=target_pb.VerifyDraft(
-                        base_length=len(prefix),
-                        committed_ids=prefix.ids[self._sent_length :],
-                        draft_ids=draft.ids,
-                        draft_distributions=draft.distributions,
-                        budget_ms=self._budget_ms(),
-                    )
+                    # A mapping, not a message: that would be made first and then copied.
+                    verify={
+                        "base_length": len(prefix),
+                        "committed_ids": prefix.ids[self._sent_length :],
+                        "draft_ids": draft.ids,
+                        "draft_distributions": draft.distributions,
+                        "budget_ms": self._budget_ms(),
+                    }
                 )
             )
             self._sent_length = len(prefix)
-            async with asyncio.timeout(self._verify_deadline_s):
-                return await self._pending
-        except TimeoutError:
-            raise DeadlineExceeded(f"The target gave no verdict within {self._verify_deadline_s:g} s.") from None
+            return await pending
         finally:
+            late.cancel()
             self._pending = None
+
+    def _on_late(self, pending: asyncio.Future[VerdictRows]) -> None:
+        if not pending.done():
+            pending.set_exception(DeadlineExceeded(f"The target gave no verdict within {self._verify_deadline_s:g} s."))
 
     def _budget_ms(self) -> int:
         budget_s = self._verify_deadline_s

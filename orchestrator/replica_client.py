@@ -166,10 +166,11 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
 
     def _on_events(self, events: Sequence[EventT]) -> None:
         for event in events:
-            if event.WhichOneof("event") == "load":
+            session = self._sessions.get(event.session_id)
+            if session is not None:
+                session.on_event(event)
+            elif event.WhichOneof("event") == "load":
                 self._on_load(event.load)
-            elif event.session_id in self._sessions:
-                self._sessions[event.session_id].on_event(event)
             else:
                 self.stale_items += 1
 

@@ -5,9 +5,11 @@ The only module of the orchestrator that knows of transformers. Knows nothing of
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -38,6 +40,7 @@ class Tokenizer:
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self._unused_ids = frozenset(range(self._vocab_size)).difference(vocabulary.values())
         self._is_visible: dict[int, bool] = {}
+        self._own_texts: dict[int, str | None] = {}
         self._fallback_bytes = {
             token_id: int(token[1:5], 16)
             for token, token_id in vocabulary.items()
@@ -124,10 +127,37 @@ class Tokenizer:
         """The byte that the token stands for, if the vocabulary spells unknown characters byte by byte (`<0x0A>`)."""
         return self._fallback_bytes.get(token_id)
 
+    def own_text(self, token_id: int) -> str | None:
+        """The text of a token behind any other that leaves no character unfinished, whatever comes next.
+
+        None if its neighbours have a say in it: it holds no whole characters, or is not visible, or the decoder looks at
+        more than one token at a time.
+        """
+        if token_id not in self._own_texts:
+            self._own_texts[token_id] = self._find_own_text(token_id)
+        return self._own_texts[token_id]
+
     @property
     def drops_first_space(self) -> bool:
         """Whether a fallback byte loses its space at the beginning of the text."""
         return self._drops_first_space
+
+    def _find_own_text(self, token_id: int) -> str | None:
+        before_id = self._whole_id
+        if before_id is None or not self.is_visible(token_id) or self.fallback_byte(token_id) is not None:
+            return None
+        text = self.decode([before_id, token_id])[len(self.decode([before_id])) :]
+        return None if REPLACEMENT_MARK in text else text
+
+    @cached_property
+    def _whole_id(self) -> int | None:
+        """A token of whole characters, for others to stand behind; None where texts depend on their neighbours."""
+        if not _decodes_token_by_token(self._tokenizer):
+            return None
+        texts = (
+            (token_id, self.decode([token_id])) for token_id in range(self._vocab_size) if self.is_visible(token_id)
+        )
+        return next((token_id for token_id, text in texts if text and REPLACEMENT_MARK not in text), None)
 
     def _has(self, token_id: int) -> bool:
         return token_id < self._vocab_size and token_id not in self._unused_ids
@@ -150,6 +180,26 @@ class Tokenizer:
             ) from error
 
 
+def _decodes_token_by_token(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the text behind the first token is that of the single tokens, but for bytes that form a character.
+
+    True for the decoders of most models: byte-level ones, and SentencePiece's with fallback bytes, which may strip the
+    beginning of the text. Any other may do as it likes (that of CLIP leaves the last space out).
+    """
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return False
+    description: dict[str, Any] = json.loads(decoder.__getstate__())
+    steps: list[dict[str, Any]] = description.get("decoders", [description])
+    match [step["type"] for step in steps]:
+        case ["ByteLevel"] | ["Replace", "ByteFallback", "Fuse"]:
+            return True
+        case ["Replace", "ByteFallback", "Fuse", "Strip"]:
+            return bool(steps[-1]["start"] <= 1 and steps[-1]["stop"] == 0)
+        case _:
+            return False
+
+
 def _check_messages(messages: Sequence[tuple[str, str]]) -> None:
     if not messages:
         raise InvalidRequest("The conversation is empty; send at least one message.", parameter="messages")
@@ -168,7 +218,8 @@ class IncrementalDetokenizer:
     """Decodes an answer token by token; what `push` and `flush` return joins to exactly `Tokenizer.decode` of all ids.
 
     A piece never ends inside a character, nor in a replacement mark, which the next token may turn into a character.
-    Decodes a window of the last few tokens only. Two facts about decoders make that exact:
+    Decodes a window of the last few tokens only, and none where a token's text is known to be its own
+    (`Tokenizer.own_text`). Two facts about decoders make that exact:
 
     * Everywhere but at the first token, the text of a token depends on its neighbours only where bytes form a
       character, and bytes that form none give one mark for each longest beginning of a character among them (Unicode
@@ -188,11 +239,21 @@ class IncrementalDetokenizer:
         self._held_marks = 0  # settled marks that were not given out, because nothing else came behind them
         self._run = bytearray()  # the run of fallback bytes that is not over yet
         self._last_run_id = 0
+        self._is_settled = False  # there is text, all of it given out, and nothing can change any of it
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token, often that of earlier tokens too, or empty. Constant time."""
+        if self._is_settled:
+            text = self._tokenizer.own_text(token_id)
+            if text is not None:
+                return text  # the window stays: any settled text is as good a context for what comes next
         if not self._tokenizer.is_visible(token_id):
             return ""
+        piece = self._decode(token_id)
+        self._is_settled = not (self._run or self._last_mark or self._held_marks)
+        return piece
+
+    def _decode(self, token_id: int) -> str:
         byte = self._tokenizer.fallback_byte(token_id)
         if byte is None:
             return self._release(self._end_run() + self._extend_window(token_id))

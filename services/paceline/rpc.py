@@ -210,9 +210,12 @@ class Outbox(Generic[Item]):
     def _take_batch(self) -> list[Item]:
         batch: list[Item] = []
         size = 0
-        while self._items and (not batch or size + self._items[0].ByteSize() <= self._max_bytes):
+        while self._items:
+            # As dear as to serialise it, so only once an item.
+            size += self._items[0].ByteSize()
+            if batch and size > self._max_bytes:
+                break
             batch.append(self._items.popleft())
-            size += batch[-1].ByteSize()
         return batch
 
 

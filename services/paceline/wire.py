@@ -302,7 +302,7 @@ def verdict_from_proto(message: target_pb.VerdictRows, *, vocab_size: int) -> Ve
         logprobs = [_logprobs_from_proto(row, vocab_size=vocab_size) for row in message.logprobs]
     return VerdictRows(
         base_length=message.base_length,
-        rows=tuple(Row(*row) for row in zip(ids, ratios, logprobs, strict=True)),
+        rows=tuple(map(Row, ids, ratios, logprobs)),
         step_time_s=message.step_time_us / _MICROSECONDS,
         queue_time_s=message.queue_time_us / _MICROSECONDS,
         step_sessions=message.step_sessions,
