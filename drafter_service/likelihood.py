@@ -39,7 +39,9 @@ class Sharpness:
         estimates: Sequence[float],  # of each token named at the position; at most 1 in all
     ) -> list[float]:
         """One for each of them; what is left to 1 is any other token's."""
-        return self._shares(_logs(estimates))[:-1]
+        weights = [max(estimate, _FLOOR) ** self.exponent for estimate in (*estimates, 1.0 - sum(estimates))]
+        total = sum(weights)
+        return [weight / total for weight in weights[:-1]]
 
     def observe(
         self,

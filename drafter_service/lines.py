@@ -79,12 +79,10 @@ class Line(Generic[StateT]):
 
     def agreement(self, ids: Sequence[int]) -> int:
         """How many of the ids are its first ones."""
-        if self.drafted_ids[: len(ids)] == ids:
-            return len(ids)
-        return next(
-            (number for number, pair in enumerate(zip(self.drafted_ids, ids, strict=False)) if pair[0] != pair[1]),
-            len(self.drafted_ids),
-        )
+        for number, (drafted_id, token_id) in enumerate(zip(self.drafted_ids, ids, strict=False)):
+            if drafted_id != token_id:
+                return number
+        return min(len(self.drafted_ids), len(ids))
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` tokens alone."""
@@ -171,7 +169,8 @@ class LineTree(Generic[StateT]):
         digest = line.nodes[-1].digest if line.nodes else self.prefix.digest()
         before = line.likelihood
         line.append(Node(token, 0, extend_digest(digest, token.token_id), likelihoods))
-        self._add_buds(line, len(line.nodes) - 1, before)
+        for bud in _buds(line, len(line.nodes) - 1, before):
+            insort(self.buds, bud, key=_rank)
 
     def fork(self, bud: Bud[StateT], fork_state: Callable[[StateT, DraftView, int], StateT]) -> Line[StateT]:
         """Open a line behind a guess."""
@@ -213,22 +212,25 @@ class LineTree(Generic[StateT]):
         ids = list(ids)
         agreements = [line.agreement(ids) for line in self.lines]
         longest = max(agreements)
-        survivors = [line for line, agreement in zip(self.lines, agreements, strict=True) if agreement == longest]
+        survivors: list[Line[StateT]] = []
+        closed: list[Line[StateT]] = []
+        for line, agreement in zip(self.lines, agreements, strict=True):
+            (survivors if agreement == longest else closed).append(line)
         decided = _decided(survivors[0], ids)
         rewound_to = None
         if longest < len(ids):
-            survivors = survivors[:1]  # others that end there, or differ there, have nothing that this one has not
+            closed += survivors[1:]  # others that end there, or differ there, have nothing that the first has not
+            del survivors[1:]
             if len(survivors[0].nodes) > longest:
                 rewound_to = self.committed_length + longest
             survivors[0].truncate(longest)
-        closed = [line.state for line in self.lines if line not in survivors]
         for line in survivors:
             line.shed(min(longest, len(ids)))
         self.prefix.extend(ids)
         # The one without guesses is what all others grow out of.
         self.lines = sorted(survivors, key=lambda line: line.guesses)
         self._regrow_buds()
-        return Committed(closed, rewound_to, decided)
+        return Committed([line.state for line in closed], rewound_to, decided)
 
     def take_unsent(self, line: Line[StateT]) -> Run | None:
         """What of a line is yet to be sent, if anything, and is then taken for sent. Guesses themselves never are."""
@@ -246,19 +248,24 @@ class LineTree(Generic[StateT]):
         for line in self.lines:
             before = 1.0
             for index, node in enumerate(line.nodes):
+                if before < LEAST_LIKELIHOOD:
+                    break
                 if index >= line.start and not node.is_guess:
-                    self._add_buds(line, index, before)
+                    self.buds += _buds(line, index, before)
                 before *= node.likelihood
+        self.buds.sort(key=_rank)
 
-    def _add_buds(self, line: Line[StateT], index: int, before: float) -> None:
-        """Those in the place of one token of the line; `before`: that all tokens before are right."""
-        node = line.nodes[index]
-        for place in range(1, len(node.likelihoods)):
-            likelihood = before * node.likelihoods[place]
-            if likelihood < LEAST_LIKELIHOOD:
-                break
-            if place not in node.opened:
-                insort(self.buds, Bud(line, index, place, likelihood), key=_rank)
+
+def _buds(line: Line[StateT], index: int, before: float) -> list[Bud[StateT]]:
+    """Those in the place of one token of the line; `before`: that all tokens before are right."""
+    node, buds = line.nodes[index], []
+    for place in range(1, len(node.likelihoods)):
+        likelihood = before * node.likelihoods[place]
+        if likelihood < LEAST_LIKELIHOOD:
+            break
+        if place not in node.opened:
+            buds.append(Bud(line, index, place, likelihood))
+    return buds
 
 
 def _rank(bud: Bud[StateT]) -> float:

@@ -208,7 +208,8 @@ class DraftSession(Generic[StateT]):
         draft = self.tree.take_unsent(self.trunk) if is_trunk_due or self._is_streaming else None
         # An empty draft with branches would not say that there is nothing to offer.
         is_end = is_trunk_due and draft is None
-        runs = [] if is_end else [self.tree.take_unsent(line) for line in self.tree.branches]
+        unsent = [] if is_end else [line for line in self.tree.branches if line.sent < len(line.nodes)]
+        runs = [self.tree.take_unsent(line) for line in unsent]
         if is_trunk_due:
             self._has_untold_end = False
         seconds, steps = self._draft_time_s, self._draft_steps

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import structlog
 import torch
@@ -17,13 +18,13 @@ from drafter_service.registry import BuiltMethod
 from paceline.engine.emulation import emulated
 from paceline.engine.interface import CacheT, Memory, Model
 from paceline.engine.memory import step_tokens
-from paceline.engine.step_plan import Part, StepPlanner, Wish
+from paceline.engine.step_plan import StepPlanner, Wish
 from paceline.engine.vocabulary_bridge import intersected
 from paceline.errors import PacelineError, internal_error
 from paceline.model_service import load_model
-from paceline.sampling import TokenHistory, choose_draft_token
+from paceline.sampling import DraftChoice, DraftRow, TokenHistory, choose_draft_tokens
 from paceline.settings import DrafterSettings
-from paceline.types import ModelInfo
+from paceline.types import ModelInfo, SamplingParams, VerificationRule
 
 logger = structlog.get_logger(__name__)
 
@@ -52,8 +53,9 @@ class SharedTokens(Generic[CacheT]):
 
     def follow(self) -> None:
         """The session has work: take over what was committed since."""
-        self.history.extend(self.committed_ids[self._known_length :])
-        self._known_length = len(self.committed_ids)
+        if len(self.committed_ids) > self._known_length:
+            self.history.extend(self.committed_ids[self._known_length :])
+            self._known_length = len(self.committed_ids)
         self._asked_s = self._clock()
 
 
@@ -134,7 +136,20 @@ class DraftModelMethod(Generic[CacheT]):
         rows = self._model.step([part.extension() for part in parts]) if parts else []
         self._planner.share_prefixes(parts)
         fed = {part.wish.feeder.opened: (part, row) for part, row in zip(parts, rows, strict=True)}
-        return [self._outcome(work, wish, fed) for work, wish in zip(batch, wishes, strict=True)]
+        outcomes: list[Outcome] = []
+        places: list[_Place[CacheT]] = []
+        for work, wish in zip(batch, wishes, strict=True):
+            part, logits = fed.get(work.state.opened, (None, None))
+            fed_tokens = part.count if part else 0
+            if work.max_tokens and wish.remaining <= 0:
+                assert logits is not None, "to draft, at least one token is fed"
+                places.append(_Place(len(outcomes), fed_tokens, work, _row(work, logits[0])))
+            outcomes.append(Progress(fed_tokens, None if wish.remaining > 0 else ()))
+        for place, drafted in zip(places, self._draw(places), strict=True):
+            outcomes[place.index] = (
+                drafted if isinstance(drafted, PacelineError) else Progress(place.fed_tokens, (drafted,))
+            )
+        return outcomes
 
     def rewind(self, state: DraftState[CacheT], length: int) -> None:
         self._model.truncate(state.cache, min(state.cache.length, length))
@@ -157,47 +172,79 @@ class DraftModelMethod(Generic[CacheT]):
             return Wish(state, drafted, committed_length + len(drafted), 1)
         return Wish(state, drafted, committed_length - 1, 0)
 
-    def _outcome(
-        self,
-        work: DraftWork[DraftState[CacheT]],
-        wish: Wish[CacheT],
-        fed: dict[int, tuple[Part[CacheT], Tensor]],  # rows [rows, draft_vocab_size]
-    ) -> Outcome:
-        part, rows = fed.get(work.state.opened, (None, None))
-        fed_tokens = part.count if part else 0
-        if wish.remaining > 0:
-            return Progress(fed_tokens)
-        if not work.max_tokens:
-            return Progress(fed_tokens, drafted=())
-        assert rows is not None, "to draft, at least one token is fed"
-        try:
-            return Progress(fed_tokens, drafted=[self._draw(work, rows[0])])
-        except PacelineError as error:
-            return error
-        except Exception:
-            # A fault of ours, met in one session's row: the others have their tokens.
-            logger.exception("a draft token could not be drawn", session_id=work.session.spec.session_id)
-            return internal_error()
+    def _draw(self, places: Sequence[_Place[CacheT]]) -> list[DraftedToken | PacelineError]:
+        """A token for each place: those of one law are drawn together, as long as none of them fails."""
+        drafted: dict[int, DraftedToken | PacelineError] = {}
+        by_law: dict[_Law, list[_Place[CacheT]]] = {}
+        for place in places:
+            by_law.setdefault(_law(place.work), []).append(place)
+        for law, alike in by_law.items():
+            for place, token in zip(alike, self._draw_alike(law, alike), strict=True):
+                drafted[place.index] = token
+        return [drafted[place.index] for place in places]
 
-    def _draw(
-        self,
-        work: DraftWork[DraftState[CacheT]],
-        logits: Tensor,  # [draft_vocab_size]
-    ) -> DraftedToken:
-        session = work.session
-        choice = choose_draft_token(
-            fit_vocabulary(logits, session.spec.vocab_size),
-            params=session.spec.sampling,
-            rule=session.spec.effective_rule,
-            history=work.state.shared.history,
-            drafted=session.drafted_ids,
-            seed=session.spec.seed,
-            position=len(session.committed_ids) + len(session.drafted_ids),
-            max_entries=self._entries,
-            guesses=work.fan_out,
-        )
-        guesses = tuple(Guess(token_id, likelihood) for token_id, likelihood in choice.guesses)
-        return DraftedToken(choice.token_id, choice.distribution, choice.likelihood, guesses)
+    def _draw_alike(self, law: _Law, places: Sequence[_Place[CacheT]]) -> list[DraftedToken | PacelineError]:
+        try:
+            choices = choose_draft_tokens(
+                [place.row for place in places],
+                params=law.params,
+                rule=law.rule,
+                max_entries=self._entries,
+                guesses=law.guesses,
+            )
+        except Exception as error:
+            if len(places) > 1:
+                return [drafted for place in places for drafted in self._draw_alike(law, [place])]
+            if isinstance(error, PacelineError):
+                return [error]
+            # A fault of ours, met in one session's row: the others have their tokens.
+            session_id = places[0].work.session.spec.session_id
+            logger.exception("a draft token could not be drawn", session_id=session_id)
+            return [internal_error()]
+        return [_drafted(choice) for choice in choices]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place(Generic[CacheT]):
+    """Where a step came to draw a token: for the `index`-th work of the batch."""
+
+    index: int
+    fed_tokens: int
+    work: DraftWork[DraftState[CacheT]]
+    row: DraftRow
+
+
+class _Law(NamedTuple):
+    """What places must have in common for their tokens to be drawn together."""
+
+    params: SamplingParams
+    rule: VerificationRule
+    vocab_size: int
+    guesses: int
+
+
+def _law(work: DraftWork[DraftState[CacheT]]) -> _Law:
+    spec = work.session.spec
+    return _Law(spec.sampling, spec.effective_rule, spec.vocab_size, work.fan_out)
+
+
+def _row(
+    work: DraftWork[DraftState[CacheT]],
+    logits: Tensor,  # [draft_vocab_size]
+) -> DraftRow:
+    session, drafted = work.session, work.session.drafted_ids
+    return DraftRow(
+        fit_vocabulary(logits, session.spec.vocab_size),
+        work.state.shared.history,
+        drafted,
+        session.spec.seed,
+        len(session.committed_ids) + len(drafted),
+    )
+
+
+def _drafted(choice: DraftChoice) -> DraftedToken:
+    guesses = tuple([Guess(token_id, likelihood) for token_id, likelihood in choice.guesses])
+    return DraftedToken(choice.token_id, choice.distribution, choice.likelihood, guesses)
 
 
 def fit_vocabulary(
@@ -205,9 +252,12 @@ def fit_vocabulary(
     vocab_size: int,
 ) -> Tensor:  # [vocab_size]
     """Cut or pad a row to the target's vocabulary: models of one tokenizer differ in unused rows at the end."""
-    if len(logits) >= vocab_size:
+    missing = vocab_size - logits.shape[0]
+    if missing == 0:
+        return logits
+    if missing < 0:
         return logits[:vocab_size]
-    return torch.nn.functional.pad(logits, (0, vocab_size - len(logits)), value=float("-inf"))
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 
 def build(settings: DrafterSettings) -> BuiltMethod:

@@ -11,6 +11,7 @@ Knows nothing of parameters, models or services. To be imported when a row is th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,40 +71,25 @@ def coupled_sample(
     return -best[1]
 
 
-def coupled_ranking(
-    log_probs: Tensor,  # [vocab_size]
-    seed: int,
-    position: int,
-    *,
-    peak: float,
+def coupled_rankings(
+    log_probs: Tensor,  # [rows, vocab_size]
+    places: Sequence[tuple[int, int]],  # seed and position of each row
     count: int,
-) -> list[tuple[float, int]]:
-    """The `count` tokens with the highest log_probs + `noise.gumbel`, best first, as (score, id); fewer if there are fewer.
+) -> tuple[Tensor, Tensor]:  # [rows, count] float64 and int64
+    """The `count` highest of log_probs + `noise.gumbel` in each row and their ids: best first, lowest id first on a tie.
 
-    The first is the one that `coupled_sample` gives. The others are the best of the `count + _SPARE` tokens with the
-    highest bounds: the less noise a token has, the further its bound lies above its score, so the last may be another.
+    Exactly what scoring whole rows in float64 gives, so the first is the one of `coupled_sample`: only tokens whose bound
+    reaches the last of the best so far are scored. Where too few tokens are in the race, the last scores are -inf.
+    Each row needs a peak that is finite.
     """
-    row = log_probs.detach().numpy()
-    key = np.uint64(stream_key(seed, position, Purpose.TARGET_SAMPLE))
-    highest = np.empty(-(-row.size // _BLOCK), np.int32)
-    leader = int(_find_leader(row, np.float32(peak), key, highest))
-    to_win = _to_reach(float(row[leader]) + noise.gumbel(seed, position, leader) - peak)
-    # The best tokens of so many blocks have at least this bound.
-    to_reach = max(min(to_win, _largest(highest, count + _SPARE)), int(_NOBODY) + 1)
-    ids, bounds = _contenders(row, np.float32(peak), key, highest, np.int32(to_reach))
-    ids = ids[bounds >= min(to_win, _largest(bounds, count + _SPARE))]
-    scored = [(float(row[token_id]) + noise.gumbel(seed, position, token_id), -token_id) for token_id in ids.tolist()]
-    return [(score, -token_id) for score, token_id in sorted(scored, reverse=True)[:count]]
+    keys = np.array([stream_key(seed, position, Purpose.TARGET_SAMPLE) for seed, position in places], np.uint64)
+    shape = (len(places), min(count, log_probs.shape[1]))
+    scores, ids = np.empty(shape, np.float64), np.empty(shape, np.int64)
+    _rank_coupled(log_probs.detach().numpy(), log_probs.amax(1).numpy(), keys, scores, ids)
+    return torch.from_numpy(scores), torch.from_numpy(ids)
 
 
-def _largest(values: _Ints, rank: int) -> int:
-    """The value of that rank, 1 for the largest; `_NOBODY` if there are fewer."""
-    return int(np.partition(values, -rank)[-rank]) if rank <= values.size else int(_NOBODY)
-
-
-_SPARE = 4  # tokens
-
-
+@compiled()
 def _to_reach(score: float) -> int:
     """The bound without which a token cannot have that score, counted from the peak of the row."""
     # 53, since 2**53 (1 - u) is what stands for 1 - u; 127 is the bias of a float32's exponent.
@@ -179,6 +165,89 @@ def _contenders(row: _Floats, peak: Any, key: Any, highest: _Ints, to_reach: Any
                     ids[count], reached[count] = number * _BLOCK + entry, bounds[entry]
                     count += 1
     return ids[:count], reached[:count]
+
+
+@compiled()
+def _uniform(key: Any, index: Any) -> Any:
+    """`noise.uniform` of the stream."""
+    word = key + np.uint64(index) * _INCREMENT_WORD
+    word = (word ^ (word >> np.uint64(30))) * _FIRST_WORD
+    word = (word ^ (word >> np.uint64(27))) * _SECOND_WORD
+    word = word ^ (word >> np.uint64(31))
+    return np.float64(np.int64((word >> np.uint64(11)) | np.uint64(1))) * 2.0**-53
+
+
+_log = compiled()(noise.reproducible_log)
+
+
+@compiled()
+def _rank_coupled(log_probs: _Floats, peaks: _Floats, keys: Any, scores: Any, ids: Any) -> None:
+    bounds, complements = np.empty(_BLOCK, np.int32), np.empty(_BLOCK, np.float32)
+    for number in range(keys.size):
+        _rank_row(log_probs[number], peaks[number], keys[number], bounds, complements, scores[number], ids[number])
+
+
+@compiled()
+def _rank_row(row: _Floats, peak: Any, key: Any, bounds: _Ints, complements: _Floats, scores: Any, ids: Any) -> None:
+    """scores, ids = the best of the row, of the tokens that are in the race."""
+    scores[:], ids[:] = -np.inf, 0
+    held, to_reach = 0, int(_NOBODY) + 1
+    for number in range(-(-row.size // _BLOCK)):
+        if _bound_block(row, number, peak, key, bounds, complements) < to_reach:
+            continue
+        for entry in range(min(_BLOCK, row.size - number * _BLOCK)):
+            token_id = number * _BLOCK + entry
+            if bounds[entry] >= to_reach and (row[token_id] - peak) * _UNITS_PER_NAT > _HOPELESS:
+                score = row[token_id] - _log(-_log(_uniform(key, token_id)))
+                held = _insert(scores, ids, held, score, token_id)
+                if held == scores.size:
+                    to_reach = _to_reach(scores[held - 1] - peak)
+
+
+@compiled()
+def _insert(scores: Any, ids: Any, held: int, score: Any, token_id: int) -> int:
+    """Enter a token, whose id is above all others', among the `held` best, if it belongs there; returns how many there
+    are now."""
+    if held == scores.size:
+        if not score > scores[held - 1]:
+            return held
+        held -= 1
+    place = held
+    while place > 0 and scores[place - 1] < score:
+        scores[place], ids[place] = scores[place - 1], ids[place - 1]
+        place -= 1
+    scores[place], ids[place] = score, token_id
+    return held + 1
+
+
+# ---- the highest scores ---------------------------------------------------------------------------------------------
+
+
+def highest(
+    scores: Tensor,  # [rows, entries]
+    count: int,
+) -> tuple[Tensor, Tensor]:  # [rows, count] float32 and int64
+    """The `count` highest of each row and where they are: best first, lowest place first on a tie; all if there are
+    fewer."""
+    shape = (scores.shape[0], min(count, scores.shape[1]))
+    leading, places = np.empty(shape, np.float32), np.empty(shape, np.int64)
+    _lead(scores.detach().numpy(), leading, places)
+    return torch.from_numpy(leading), torch.from_numpy(places)
+
+
+@compiled()
+def _lead(scores: _Floats, leading: _Floats, places: Any) -> None:
+    for number in range(scores.shape[0]):
+        row, best, ids, held = scores[number], leading[number], places[number], 0
+        for first in range(0, row.size, _LINE):
+            line = row[first : first + _LINE]
+            found = np.int32(0)
+            if held == best.size:
+                for entry in range(line.size):
+                    found += np.int32(line[entry] > best[held - 1])
+            if held < best.size or found > 0:
+                for entry in range(line.size):
+                    held = _insert(best, ids, held, line[entry], first + entry)
 
 
 # ---- top-k, top-p, min-p --------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def target_log_probs(
     peak = _peak(row)
     if params.is_greedy:
         return torch.full_like(row, -math.inf).index_fill_(0, torch.tensor(_argmax(row), device=row.device), 0.0)
-    is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    is_filtered = _is_filtered(params)
     if params.temperature != 1.0 or is_filtered:
         row = (row - peak) / params.temperature  # at most 0, so no temperature can overflow it
     if not is_filtered:
@@ -86,6 +86,10 @@ def target_log_probs(
         return log_probs
     kept_ids = _kept_ids(row, params)
     return torch.full_like(row, -math.inf).index_put_((kept_ids,), row[kept_ids].log_softmax(0))
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def argmax_token(
@@ -185,6 +189,8 @@ def warm_up() -> None:
     row, history = torch.linspace(0.0, 1.0, 4096), TokenHistory(())
     for params in (SamplingParams(top_k=50), SamplingParams(top_p=0.5), SamplingParams()):
         coupled_sample(target_log_probs(row, params, history, ()), seed=0, position=0)
+    for rule in (VerificationRule.GREEDY, VerificationRule.COUPLED):
+        choose_draft_tokens([DraftRow(row, history, (), 0, 0)], params=SamplingParams(), rule=rule, guesses=1)
 
 
 # ---- top-k, top-p, min-p --------------------------------------------------------------------------------------------
@@ -481,6 +487,10 @@ def draw_draft_token(
     log_probs = target_log_probs(logits, params, history, drafted)
     if rule is VerificationRule.COUPLED:
         return coupled_sample(log_probs, seed, position), None
+    return _draw_from_top(log_probs, seed, position, max_entries)
+
+
+def _draw_from_top(log_probs: Tensor, seed: int, position: int, max_entries: int) -> tuple[int, SparseDistribution]:
     distribution = truncate_to_top(log_probs, max_entries)
     entry = draw(distribution.probs.double(), noise.uniform(seed, position, Purpose.DRAFT_SAMPLE))
     return int(distribution.ids[entry]), distribution
@@ -501,90 +511,163 @@ class DraftChoice:
     guesses: tuple[tuple[int, float], ...] = ()
 
 
-def choose_draft_token(
-    logits: Tensor,  # [vocab_size], the drafter's own
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftRow:
+    """One place for a draft token: the drafter's row of logits there, and what the token continues."""
+
+    logits: Tensor  # [vocab_size], the drafter's own
+    history: TokenHistory
+    drafted: Sequence[int]
+    seed: int
+    position: int  # absolute
+
+
+def choose_draft_tokens(
+    rows: Sequence[DraftRow],  # of one vocabulary and type
     *,
     params: SamplingParams,
     rule: VerificationRule,
-    history: TokenHistory,
-    drafted: Sequence[int],
-    seed: int,
-    position: int,
     max_entries: int = 64,
     guesses: int,
-) -> DraftChoice:
-    """The token of `draw_draft_token`, with up to `guesses` others.
+) -> list[DraftChoice]:
+    """For each row the token of `draw_draft_token`, with up to `guesses` others; the same in whatever company.
 
     `greedy` ranks by the scores, `coupled` by log-probability + Gumbel noise, which the target shares: where it differs
     from the drafter, it most often emits one of the next in this order. Each is as likely as its share of exp(rank score),
-    as if what drafter and target differ by were Gumbel noise again.
+    as if what drafter and target differ by were Gumbel noise again. Raises `DistributionUnusable` if one row holds no
+    token.
     """
     if guesses == 0:
-        token_id, distribution = draw_draft_token(
-            logits,
-            params=params,
-            rule=rule,
-            history=history,
-            drafted=drafted,
-            seed=seed,
-            position=position,
-            max_entries=max_entries,
-        )
-        return DraftChoice(token_id, distribution)
+        return [DraftChoice(*_draw(row, params, rule, max_entries)) for row in rows]
+    if rule is VerificationRule.REJECTION:
+        return [_draw_with_guesses(row, params, max_entries, guesses) for row in rows]
     count = max(_RANKED, guesses + 1)
-    if rule is VerificationRule.GREEDY:
-        row = _adjusted(logits, params, history, drafted)
-        token_id = _argmax(row)
-        _require_usable(float(row[token_id]))
-        return _choice(token_id, _ranked(row, count), guesses)
-    log_probs = target_log_probs(logits, params, history, drafted)
-    if rule is VerificationRule.COUPLED:
-        ranking = _coupled_ranking(log_probs, seed, position, count)
-        return _choice(ranking[0][1], ranking, guesses)
-    distribution = truncate_to_top(log_probs, max_entries)
-    entry = draw(distribution.probs.double(), noise.uniform(seed, position, Purpose.DRAFT_SAMPLE))
-    token_id = int(distribution.ids[entry])
-    others = [(log_prob, other) for log_prob, other in _ranked(log_probs, guesses + 1) if other != token_id]
-    return DraftChoice(
-        token_id,
-        distribution,
-        distribution.probability(token_id),
-        tuple((other, math.exp(log_prob)) for log_prob, other in others[:guesses]),
-    )
+    # Long rows one by one: to copy them together would take longer than what it saves.
+    together = max(1, _ENTRIES_TOGETHER // max(1, rows[0].logits.numel())) if rows else 1
+    return [
+        choice
+        for first in range(0, len(rows), together)
+        for choice in _ranked_choices(rows[first : first + together], params, rule, count, guesses)
+    ]
 
 
 _RANKED = 8  # tokens at least, among which likelihood is shared out
 _SPARE = 4  # more tokens are scored: the less noise one has, the further its bound lies above its score
+_ENTRIES_TOGETHER = 2**15
+
+_Rankings = tuple[Tensor, Tensor]  # scores and ids, [rows, count]: best first, and the lowest id first among equals
 
 
-def _ranked(row: Tensor, count: int) -> list[tuple[float, int]]:
-    """The highest scores of a row and their ids, best first."""
-    values, ids = _highest(row, count)
-    return list(zip(values.tolist(), ids.tolist(), strict=True))
+def _draw(
+    row: DraftRow, params: SamplingParams, rule: VerificationRule, max_entries: int
+) -> tuple[int, SparseDistribution | None]:
+    return draw_draft_token(
+        row.logits,
+        params=params,
+        rule=rule,
+        history=row.history,
+        drafted=row.drafted,
+        seed=row.seed,
+        position=row.position,
+        max_entries=max_entries,
+    )
 
 
-def _coupled_ranking(log_probs: Tensor, seed: int, position: int, count: int) -> list[tuple[float, int]]:
-    """The highest of log_probs + Gumbel noise and their ids, best first: first of all the token of `coupled_sample`."""
+def _draw_with_guesses(row: DraftRow, params: SamplingParams, max_entries: int, guesses: int) -> DraftChoice:
+    """For `rejection`: the guesses are the most probable tokens besides the drawn one."""
+    log_probs = target_log_probs(row.logits, params, row.history, row.drafted)
+    token_id, distribution = _draw_from_top(log_probs, row.seed, row.position, max_entries)
+    leading, ids = _ranked(log_probs, guesses + 1)
+    others = [
+        (other, math.exp(log_prob))
+        for log_prob, other in zip(leading.tolist(), ids.tolist(), strict=True)
+        if other != token_id
+    ]
+    return DraftChoice(token_id, distribution, distribution.probability(token_id), tuple(others[:guesses]))
+
+
+def _ranked_choices(
+    rows: Sequence[DraftRow], params: SamplingParams, rule: VerificationRule, count: int, guesses: int
+) -> list[DraftChoice]:
+    """Under `greedy` and `coupled`: the best of each row, and the next `guesses` of it."""
+    if rule is VerificationRule.GREEDY:
+        scores, ids = _greedy_rankings(_adjusted_rows(rows, params), count)
+    else:
+        scores, ids = _coupled_rankings(_log_probs_of(rows, params), rows, count)
+    shares = scores.double().softmax(1).tolist()
+    return [
+        DraftChoice(row_ids[0], None, row_shares[0], _possible(row_ids[1 : guesses + 1], row_shares[1 : guesses + 1]))
+        for row_ids, row_shares in zip(ids.tolist(), shares, strict=True)
+    ]
+
+
+def _possible(ids: Sequence[int], shares: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    return tuple([guess for guess in zip(ids, shares, strict=True) if guess[1] > 0.0])
+
+
+def _adjusted_rows(rows: Sequence[DraftRow], params: SamplingParams) -> Tensor:  # [rows, vocab_size]
+    adjusted = _stacked([_adjusted(row.logits, params, row.history, row.drafted) for row in rows])
+    for peak in adjusted.amax(1).tolist():
+        _require_usable(peak)
+    return adjusted
+
+
+def _log_probs_of(rows: Sequence[DraftRow], params: SamplingParams) -> Tensor:  # [rows, vocab_size]
+    """As `target_log_probs`, to the bit."""
+    if _is_filtered(params):
+        return _stacked([target_log_probs(row.logits, params, row.history, row.drafted) for row in rows])
+    scores = _adjusted_rows(rows, params)
+    if params.temperature != 1.0:
+        scores = (scores - scores.amax(1, keepdim=True)) / params.temperature
+    return scores.log_softmax(1)
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(rows)) if len(rows) > 1 else rows[0][None]
+
+
+def _greedy_rankings(scores: Tensor, count: int) -> _Rankings:
+    if _has_kernels(scores):
+        from paceline import row_kernels  # noqa: PLC0415 - see `_has_kernels`
+
+        return row_kernels.highest(scores, count)
+    return _side_by_side([_ranked(row, count) for row in scores])
+
+
+def _coupled_rankings(log_probs: Tensor, rows: Sequence[DraftRow], count: int) -> _Rankings:
+    """The highest of log_probs + Gumbel noise: first of all the tokens of `coupled_sample`."""
     if _has_kernels(log_probs):
         from paceline import row_kernels  # noqa: PLC0415 - see `_has_kernels`
 
-        peak = float(log_probs.amax())
-        if not math.isfinite(peak):
-            raise DistributionUnusable(_NO_DISTRIBUTION)
-        return row_kernels.coupled_ranking(log_probs, seed, position, peak=peak, count=count)
+        return row_kernels.coupled_rankings(log_probs, [(row.seed, row.position) for row in rows], count)
+    return _side_by_side(
+        [
+            _coupled_ranking(log_probs_of_row, row.seed, row.position, count)
+            for log_probs_of_row, row in zip(log_probs, rows, strict=True)
+        ]
+    )
+
+
+def _side_by_side(rankings: Sequence[tuple[Tensor, Tensor]]) -> _Rankings:
+    scores, ids = zip(*rankings, strict=True)
+    return torch.stack(scores), torch.stack(ids)
+
+
+def _ranked(row: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The highest scores of a row and their ids, best first, the lowest ids of a tie."""
+    leading, _ = _highest(row, count)
+    ids = _largest_ids(row, leading)  # ascending, so that a stable sort leaves the lowest first
+    order = row[ids].sort(descending=True, stable=True).indices
+    return row[ids[order]], ids[order]
+
+
+def _coupled_ranking(log_probs: Tensor, seed: int, position: int, count: int) -> tuple[Tensor, Tensor]:
     token_id = coupled_sample(log_probs, seed, position)
     _, leaders = _highest(_bounds(log_probs.softmax(0, dtype=torch.float32), None, seed, position), count + _SPARE)
     scored = [
         (float(log_probs[other]) + noise.gumbel(seed, position, other), -other)
         for other in {token_id, *leaders.tolist()}
     ]
-    return [(score, -other) for score, other in sorted(scored, reverse=True)[:count]]
-
-
-def _choice(token_id: int, ranking: Sequence[tuple[float, int]], guesses: int) -> DraftChoice:
-    """`ranking` are scores and ids, best first; those of equal score may be in any order."""
-    weights = [(math.exp(score - ranking[0][0]), other) for score, other in ranking]
-    total = sum(weight for weight, _ in weights)
-    likelihood = next((weight for weight, other in weights if other == token_id), 1.0) / total
-    others = [(other, weight / total) for weight, other in weights if other != token_id and weight > 0.0]
-    return DraftChoice(token_id, None, likelihood, tuple(others[:guesses]))
+    best = sorted(scored, reverse=True)[: min(count, log_probs.numel())]
+    scores, ids = zip(*best, strict=True)
+    return torch.tensor(scores, dtype=torch.float64), -torch.tensor(ids)

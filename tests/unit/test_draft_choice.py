@@ -12,8 +12,9 @@ from paceline import noise
 from paceline.sampling import (
     DistributionUnusable,
     DraftChoice,
+    DraftRow,
     TokenHistory,
-    choose_draft_token,
+    choose_draft_tokens,
     coupled_sample,
     draw_draft_token,
     target_log_probs,
@@ -32,16 +33,10 @@ def params_of(rule: VerificationRule, **changes: float) -> SamplingParams:
 
 
 def choose(logits: Tensor, rule: VerificationRule, guesses: int, *, position: int = 9) -> DraftChoice:
-    return choose_draft_token(
-        logits,
-        params=params_of(rule),
-        rule=rule,
-        history=TokenHistory(()),
-        drafted=(),
-        seed=3,
-        position=position,
-        guesses=guesses,
+    (choice,) = choose_draft_tokens(
+        [DraftRow(logits, TokenHistory(()), (), 3, position)], params=params_of(rule), rule=rule, guesses=guesses
     )
+    return choice
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -115,3 +110,61 @@ def test_the_coupled_token_of_long_rows_is_the_coupled_sample() -> None:
         logits = logits_of(3000, seed=seed, scale=0.5)
         log_probs = target_log_probs(logits, SamplingParams(), TokenHistory(()), ())
         assert choose(logits, VerificationRule.COUPLED, 3, position=seed).token_id == coupled_sample(log_probs, 3, seed)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.3}, {"top_k": 5}, {"repetition_penalty": 1.3, "top_p": 0.9}])
+@pytest.mark.parametrize("vocab_size", [3, 700, 20_000])
+def test_rows_drawn_together_are_what_each_is_alone(
+    rule: VerificationRule, changes: dict[str, float], vocab_size: int
+) -> None:
+    """9 rows, the last two with ties and with tokens ruled out, each with a prefix and a position of its own: to the bit."""
+    logits = [logits_of(vocab_size, seed=seed, scale=(0.1, 2.5, 8.0)[seed % 3]) for seed in range(7)]
+    logits += [
+        logits_of(vocab_size, seed=8, scale=1.0).round(),
+        logits_of(vocab_size, seed=7).index_fill_(0, torch.tensor([0]), -math.inf),
+    ]
+    rows = [
+        DraftRow(row, TokenHistory([1], [2] * (number % 2)), [0] * (number % 3), number % 4, 9 * number)
+        for number, row in enumerate(logits)
+    ]
+    params = params_of(rule, **changes)
+    together = choose_draft_tokens(rows, params=params, rule=rule, guesses=6)
+    alone = [choose_draft_tokens([row], params=params, rule=rule, guesses=6)[0] for row in rows]
+    assert [plain(choice) for choice in together] == [plain(choice) for choice in alone]
+    for row, choice in zip(rows, together, strict=True):
+        token_id, _ = draw_draft_token(
+            row.logits,
+            params=params,
+            rule=rule,
+            history=row.history,
+            drafted=row.drafted,
+            seed=row.seed,
+            position=row.position,
+        )
+        assert choice.token_id == token_id
+
+
+def plain(choice: DraftChoice) -> tuple[object, ...]:
+    shares = None if choice.distribution is None else choice.distribution.shares
+    return choice.token_id, shares, choice.likelihood, choice.guesses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab_size", [12, 3000])
+def test_the_lowest_id_comes_first_on_a_tie(vocab_size: int, dtype: torch.dtype) -> None:
+    """With a kernel and without one, also where not all that are equal are named."""
+    logits = torch.zeros(vocab_size, dtype=dtype)
+    logits[[7, 9]] = 1.0
+    choice = choose(logits, VerificationRule.GREEDY, 4)
+    assert [choice.token_id, *(guess for guess, _ in choice.guesses)] == [7, 9, 0, 1, 2]
+
+
+def test_no_temperature_overflows_rows_drawn_together() -> None:
+    """Scores near the end of float32, at a temperature that takes them past it: each row's token is that of its peak."""
+    peaks = [2, 5, 11]
+    logits = [torch.zeros(20).index_fill_(0, torch.tensor([peak]), 3e38) for peak in peaks]
+    rows = [DraftRow(row, TokenHistory(()), (), 3, number) for number, row in enumerate(logits)]
+    params = SamplingParams(temperature=0.1)
+    choices = choose_draft_tokens(rows, params=params, rule=VerificationRule.COUPLED, guesses=2)
+    assert [choice.token_id for choice in choices] == peaks

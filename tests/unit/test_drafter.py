@@ -43,7 +43,14 @@ from paceline.errors import (
 )
 from paceline.generation import Schedule
 from paceline.prefix import TokenPrefix
-from paceline.sampling import DistributionUnusable, DraftChoice, TokenHistory, choose_draft_token, draw_draft_token
+from paceline.sampling import (
+    DistributionUnusable,
+    DraftChoice,
+    DraftRow,
+    TokenHistory,
+    choose_draft_tokens,
+    draw_draft_token,
+)
 from paceline.sessions import Address, Close, Open, PeerGone, SessionTable
 from paceline.types import Draft, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 from tests.fakes import (
@@ -942,7 +949,7 @@ def test_a_fault_in_one_row_costs_the_others_nothing(culprit: str, monkeypatch: 
     for error in (DistributionUnusable("There is no token to draw."), RuntimeError("a fault of ours")):
         crowd = Crowd(fake_model())
         with monkeypatch.context() as patch:
-            patch.setattr(draft_model, "choose_draft_token", failing_for(crowd_spec(culprit).seed, error))
+            patch.setattr(draft_model, "choose_draft_tokens", failing_for(crowd_spec(culprit).seed, error))
             for name in "abc":
                 crowd.open(name, prompt(9))
                 crowd.commit(name)
@@ -955,13 +962,13 @@ def test_a_fault_in_one_row_costs_the_others_nothing(culprit: str, monkeypatch: 
         assert crowd.model.batches == [[9, 9, 9], [1, 1]]
 
 
-def failing_for(seed: int, error: Exception) -> Callable[..., DraftChoice]:
+def failing_for(seed: int, error: Exception) -> Callable[..., list[DraftChoice]]:
     """Drawing that fails for one seed."""
 
-    def draw(*args: Any, **kwargs: Any) -> DraftChoice:
-        if kwargs["seed"] == seed:
+    def draw(rows: Sequence[DraftRow], **kwargs: Any) -> list[DraftChoice]:
+        if any(row.seed == seed for row in rows):
             raise error
-        return choose_draft_token(*args, **kwargs)
+        return choose_draft_tokens(rows, **kwargs)
 
     return draw
 

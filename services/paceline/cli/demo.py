@@ -194,11 +194,16 @@ def circumstances(stage: Stage, info: ServerInfo) -> Iterator[str]:
     yield f"target   {info.target.model_id}, {info.target.dtype}, {target_threads}"
     drafter = info.drafter.model_id if info.drafter is not None else NO_DRAFTER
     if stage.has_neural_drafter:
-        yield f"drafter  {drafter}, {drafter_threads}, drafts of {info.speculation.draft_length} tokens"
+        yield f"drafter  {drafter}, {drafter_threads}, {_draft_length(info)}"
     else:
         lookup = "suffix decoding" if drafter == SUFFIX_DRAFTER else "prompt lookup (n-gram)"
-        yield f"drafter  {lookup}, drafts of {info.speculation.draft_length} tokens"
+        yield f"drafter  {lookup}, {_draft_length(info)}"
     yield f"machine  {platform.machine()}, {_counted(threads.cores, 'core')}; {stage.services}"
+
+
+def _draft_length(info: ServerInfo) -> str:
+    length = info.speculation.draft_length
+    return "drafts as long as pays" if length is None else f"drafts of {_counted(length, 'token')}"
 
 
 def load_warning(load: float, *, cores: int) -> Iterator[str]:

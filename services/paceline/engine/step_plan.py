@@ -120,8 +120,10 @@ class StepPlanner(Generic[CacheT]):
         """
         for wish in wishes:
             self._reuse_prefix(wish)
-        prompts = [wish for wish in wishes if wish.remaining > SHORT_LENGTH]
-        others = [wish for wish in wishes if wish.remaining <= SHORT_LENGTH]
+        prompts: list[Wish[CacheT]] = []
+        others: list[Wish[CacheT]] = []
+        for wish in wishes:
+            (prompts if wish.remaining > SHORT_LENGTH else others).append(wish)
         plan = _Plan[CacheT]({wish.feeder.opened for wish in wishes})
         self._fill(plan, others, self.max_batch_tokens - self._kept_for_prompts(prompts, others))
         self._fill(plan, prompts, self.max_batch_tokens - plan.tokens)
@@ -150,19 +152,19 @@ class StepPlanner(Generic[CacheT]):
     def _fill(self, plan: _Plan[CacheT], wishes: Iterable[Wish[CacheT]], budget: int) -> None:
         """Add parts until the budget is used up."""
         for wish in wishes:
-            count = _chunk_length(wish, budget)
-            next_tokens = _next_tokens(wish)
-            if count <= 0 or wish.feeder.opened > plan.newest_allowed:
+            count, opened = _chunk_length(wish, budget), wish.feeder.opened
+            if count <= 0 or opened > plan.newest_allowed:
                 continue
+            next_tokens = _next_tokens(wish)
             if next_tokens in plan.being_computed and self._may_wait(wish):
                 continue
             if self._make_room(plan, wish, count):
-                plan.parts[wish.feeder.opened] = Part(wish, count)
+                plan.parts[opened] = Part(wish, count)
                 budget -= count
                 if next_tokens is not None:
                     plan.being_computed.add(next_tokens)
             else:
-                plan.newest_allowed = min(plan.newest_allowed, wish.feeder.opened)
+                plan.newest_allowed = min(plan.newest_allowed, opened)
 
     def _may_wait(self, wish: Wish[CacheT]) -> bool:
         """Whether the session may wait for another one's tokens: one step, and again if it then could reuse some."""
@@ -212,6 +214,5 @@ def _next_tokens(wish: Wish[CacheT]) -> tuple[int, ...] | None:
 
 def _chunk_length(wish: Wish[CacheT], budget: int) -> int:
     """How many tokens of a wish fit into the budget: all, or a chunk that leaves its rows together."""
-    if wish.remaining <= budget:
-        return wish.remaining
-    return min(budget, wish.remaining - wish.rows)
+    remaining = wish.remaining
+    return remaining if remaining <= budget else min(budget, remaining - wish.rows)
