@@ -296,12 +296,13 @@ def request(
     seed: int | None = 7,
     schedule: Schedule | None = None,
     rule: VerificationRule | None = None,
-    draft_length: int | None = None,
+    draft_length: int | None = 4,
     fan_out: int | None = None,
     sampling: SamplingParams | None = None,
     **stopping: Any,
 ) -> GenerationRequest:
-    """A request on token ids, with the defaults of tests."""
+    """A request on token ids, with the defaults of tests: a draft length, or models without weights, which take no time,
+    would not be drafted for; None leaves it to the controller."""
     return GenerationRequest(
         token_ids=ids,
         sampling=sampling or SamplingParams(temperature=temperature),
