@@ -210,7 +210,7 @@ class DraftSession(Generic[StateT]):
         is_end = is_trunk_due and draft is None
         unsent = [] if is_end else [line for line in self.tree.branches if line.sent < len(line.nodes)]
         runs = [self.tree.take_unsent(line) for line in unsent]
-        if is_trunk_due:
+        if is_end:
             self._has_untold_end = False
         seconds, steps = self._draft_time_s, self._draft_steps
         self._draft_time_s, self._draft_steps = 0.0, 0

@@ -505,14 +505,14 @@ def test_nothing_to_offer_is_said_once_for_each_commit() -> None:
 
 
 def test_what_was_drafted_before_nothing_is_left_to_offer_is_pushed() -> None:
-    """A draft may end before its length."""
+    """A draft may end before its length, and nobody is to wait for the rest of it."""
     method = CountingMethod()
     service = Service(method)
     service.tell(opening(A), commit(A, draft_length=4, credit=8))
     service.step()
     service.step()
     method.has_nothing = True
-    assert [draft_of(event) for event in service.work()] == [(3, (3, 4))]
+    assert [draft_of(event) for event in service.work()] == [(3, (3, 4)), (5, ())]
 
 
 def test_the_digest_names_the_prefix_that_the_draft_continues() -> None:
