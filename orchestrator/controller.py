@@ -33,7 +33,7 @@ _FIRST_LENGTH = 4  # tokens, while no draft's cost is known
 _PATIENCE, _PATIENCE_MARGIN_S = 1.5, 1e-3  # a draft is waited for so many times as long as is expected, and this
 _MOST_LINES = 64  # of all sessions together: every branch costs the orchestrator time too
 _SLOWER_AT_MOST = 1.75  # times a step with one line
-_CHOICES_PER_BRANCHES = 4  # the number of branches serves so many choices
+_DISTURBED_AT_MOST = 0.05  # of a round: what the target loses while drafters work, before branches are given up
 
 
 class SessionController:
@@ -72,7 +72,6 @@ class SessionController:
         self._rounds_in_mode = 0
         self._rounds = 0
         self._branches = self._group.branches if self._max_branches else 0  # index in BRANCHES
-        self._choices = 0
         self._choice: Choice | None = None
         self._reason = ""
         self._plan = RoundPlan()  # the last one
@@ -225,12 +224,7 @@ class SessionController:
         if self._times_on != self._group.times_on:  # what others find now is worth more than what this one found then
             self._times_on = self._group.times_on
             self._acceptance.doubt(_DOUBT)
-        self._choices += 1
-        if self._mode is Mode.ON and self._choices % _CHOICES_PER_BRANCHES == 0:
-            self._choice = self._choose_branches()
-        else:
-            self._choice = self._best(self._branches)
-        choice = self._choice
+        self._choice = choice = self._choose_branches() if self._mode is Mode.ON else self._best(self._branches)
         self._forget_plans()
         self._group.draft_length, self._group.branches = choice.draft_length, self._branches
         gain = deployment.gain(choice)
@@ -273,10 +267,12 @@ class SessionController:
 
     def _has_time_for(self, branches: int) -> bool:
         """Whether a step with so many lines is not much longer than with one, and the likeliest line still grows by what a
-        round takes of it."""
+        round takes of it. Where a drafter at work slows the target down, no branch is free, and most come to nothing."""
         if BRANCHES[branches] > self._max_branches or self._is_crowded(branches):
             return False
-        draft, load = self._deployment.draft, self._deployment.load
+        draft, load, verify = self._deployment.draft, self._deployment.load, self._deployment.verify
+        if branches and verify.beside_s > _DISTURBED_AT_MOST * load.round_s.value:
+            return False
         step_s = draft.step_s(1.0 + BRANCHES[branches])
         is_slow = step_s > _SLOWER_AT_MOST * draft.step_s(1.0)
         return not is_slow and (load.emitted.value + 1.0) * step_s < load.round_s.value
@@ -300,7 +296,7 @@ class SessionController:
         if not self._mode.is_drafting or remaining < 2:
             return DraftOrder(is_due=False)
         draft_length = min(self._draft_length, remaining - 1)
-        branches = BRANCHES[self._branches] if self._mode is Mode.ON else 0
+        branches = BRANCHES[self._branches] if self._mode is Mode.ON and not self._is_crowded(self._branches) else 0
         return DraftOrder(
             draft_length=draft_length,
             credit=min(self._credit(draft_length), remaining - 1, MAX_CREDIT),

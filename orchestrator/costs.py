@@ -94,6 +94,11 @@ class VerifyCosts:
         """What one more token adds."""
         return self._steps.coefficients[2]
 
+    @property
+    def beside_s(self) -> float:
+        """What a step takes longer while drafters work beside it."""
+        return self._steps.coefficients[3]
+
     def record(self, step_s: float, *, sessions: int, tokens: int, is_drafting: bool) -> None:
         """One step. All sessions in it report the same; it counts once."""
         if (step_s, tokens) == self._last:

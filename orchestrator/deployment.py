@@ -16,6 +16,7 @@ from orchestrator.loop import RoundOutcome
 from orchestrator.probing import ProbeBudget, ProbeClock
 
 BRANCHES = (0, 1, 3, 7, 15, 31)  # numbers of branches that are chosen among
+_FIRST_BRANCHES = 3  # as an index in BRANCHES: enough to be of use, few enough to be no burden while nothing is known
 SHORTEST_STAY = 16  # rounds between two switches of a session
 _HITS_EXPECTED = (0.05, 0.25, 0.35, 0.45, 0.5, 0.55)  # probability that one of so many fits, before anything is known
 _FIRST_ACCEPTANCE, _FIRST_LOOKUP_ACCEPTANCE = 0.7, 0.4
@@ -63,7 +64,7 @@ class Group:
         self.branch_hits = tuple(map(Share, _HITS_EXPECTED))
         self.clock = ProbeClock(shortest=32, longest=512)
         self.is_on = True  # as the last session to switch found
-        self.branches = 0  # likewise, as an index in _BRANCHES
+        self.branches = _FIRST_BRANCHES  # likewise, as an index in BRANCHES
         self.times_on = 0  # that a session has turned speculation on
         self.draft_length = 1  # as the last session chose
         self._sessions = 0
