@@ -178,7 +178,9 @@ async def in_turn(services: Sequence[Running], strike: Callable[[Running], Await
 @pytest.mark.parametrize("schedule", SCHEDULES)
 async def test_killed_targets_change_nothing(tokenizer: str, schedule: Schedule) -> None:
     """Two of three targets are killed under eight answers: every text is whole and right, and sessions have moved."""
-    async with fleet([target(), target(), target()], [drafter()], tokenizer) as services:
+    # Slow enough that no answer is complete when the second target has been killed.
+    targets = [target(pause_s=0.004) for _ in range(3)]
+    async with fleet(targets, [drafter()], tokenizer) as services:
         answers = answers_of(services, schedule)
         await answers.reached(60)
         await services.targets[0].kill()
