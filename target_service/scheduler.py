@@ -176,7 +176,7 @@ class Scheduler(Generic[CacheT]):
         return _Begun(held, self._verifier.begin(held.state, command.draft))
 
     def _run(self, parts: dict[int, Part[CacheT]], begun: dict[int, _Job[CacheT]]) -> list[TargetEvent]:
-        now_s, started_s = self._clock(), time.perf_counter()
+        started_s = self._clock()
         try:
             rows = self._model.step([part.extension() for part in parts.values()])
         except Exception:
@@ -186,12 +186,12 @@ class Scheduler(Generic[CacheT]):
             logger.exception("a step of many sessions failed; they are taken one by one", sessions=len(parts))
             return [event for key, part in parts.items() for event in self._run({key: part}, begun)]
         tokens = sum(part.count for part in parts.values())
-        report = StepReport(len(parts), tokens, time.perf_counter() - started_s)
+        report = StepReport(len(parts), tokens, self._clock() - started_s)
         self._on_step(report)
         self._planner.share_prefixes(parts.values())
         events: list[TargetEvent] = []
         for (key, part), logits in zip(parts.items(), rows, strict=True):
-            events += self._after_step(begun[key], part, logits, report, started_s=now_s)
+            events += self._after_step(begun[key], part, logits, report, started_s=started_s)
         self._note_step(report, events)
         return events
 

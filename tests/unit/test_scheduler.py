@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -58,6 +57,7 @@ class Service:
 
     max_sessions: int = 4
     logits: Logits = field(default_factory=lambda: hashed_logits(VOCAB_SIZE))
+    row_s: float = 0.0  # that a step takes for each row
     max_batch_tokens: int = 256
     max_context: int = MAX_CONTEXT
     num_blocks: int = 64
@@ -68,7 +68,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.model = FakeModel(
-            self.logits,
+            self._timed_logits,
             vocab_size=VOCAB_SIZE,
             max_context=self.max_context,
             num_blocks=self.num_blocks,
@@ -88,6 +88,10 @@ class Service:
             on_step=self.reports.append,
             clock=self.clock,
         )
+
+    def _timed_logits(self, ids: Sequence[int]) -> Sequence[float]:
+        self.clock.now_s += self.row_s
+        return self.logits(ids)
 
     def tell(self, *commands: Command) -> Sequence[TargetEvent]:
         """What the commands are answered with at once."""
@@ -166,12 +170,12 @@ def test_drafts_of_one_session_are_judged_one_a_step() -> None:
 
 
 def test_each_step_is_reported() -> None:
-    """How many sessions and tokens it took on."""
-    service = Service()
+    """How many sessions and tokens it took on, and how long it took: here a second a row."""
+    service = Service(row_s=1.0)
     service.tell(opening(A), opening(B), judge(B, (1, 2)), judge(A, (5,)), judge(A))
     service.work()
     assert [(report.sessions, report.tokens) for report in service.reports] == [(2, 9), (1, 1)]
-    assert all(report.seconds > 0 for report in service.reports)
+    assert [report.seconds for report in service.reports] == [5.0, 1.0]
 
 
 def test_opening_costs_no_step() -> None:
@@ -382,15 +386,9 @@ def test_drafts_that_wait_are_counted() -> None:
 
 
 def in_rhythm() -> Service:
-    """A target that has served A and B ten times, in steps of at least 5 ms, and each time had their drafts half a
-    millisecond later.
-    """
-
-    def slow(ids: Sequence[int]) -> Sequence[float]:
-        time.sleep(0.0025)
-        return hashed_logits(VOCAB_SIZE)(ids)
-
-    service = Service(logits=slow)
+    """A target that has served A and B ten times, in steps of 5 ms, and each time had their drafts half a millisecond
+    later."""
+    service = Service(row_s=0.0025)
     service.tell(opening(A), opening(B))
     for _ in range(10):
         service.tell(*(judge(address, arrived_s=service.clock.now_s) for address in (A, B)))
