@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -121,12 +120,7 @@ def _scrape(port: int) -> str:
 
 async def test_answers_that_run_may_end_before_it_stops(tokenizer: str) -> None:
     """Within the time for draining; then the model's thread is gone."""
-
-    def slow(ids: Sequence[int]) -> Sequence[float]:
-        time.sleep(0.002)
-        return counting_logits(VOCAB)(ids)
-
-    service = await start(colocated(FakeModel(slow, vocab_size=VOCAB), tokenizer, drain_s=30))
+    service = await start(colocated(FakeModel(counting_logits(VOCAB), vocab_size=VOCAB), tokenizer, drain_s=30))
     async with GenerationClient(service.address, max_resumptions=0) as client:
         tokens = 0
         async for event in client.generate(request(PROMPT, temperature=0.0, max_tokens=40)):
