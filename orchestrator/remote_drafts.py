@@ -151,15 +151,14 @@ class RemoteDrafts:
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> Draft | None:
         """The drafter's draft; empty if it has nothing to offer, None if it is gone, late, or not waited for."""
         digest = prefix.digest()
-        draft = self._store.find(digest, plan.draft_length)
-        if draft is not None:
+        if self._store.arrival(digest) is not None:
             self._misses = self._rounds_to_skip = 0
-        if self._is_enough(draft, digest, plan) or not self._is_open or not self._is_awaited:
-            return draft
-        if self._rounds_to_skip:
-            self._rounds_to_skip -= 1
-            return draft
-        return await self._wait_for_draft(digest, plan)
+        if self._is_open and self._is_awaited and not self._is_enough(digest, plan):
+            if self._rounds_to_skip:
+                self._rounds_to_skip -= 1
+            else:
+                await self._wait_for_draft(digest, plan)
+        return self._store.find(digest, plan.draft_length)
 
     def continues(self, digest: int) -> bool:
         return self._store.continues(digest)
@@ -209,11 +208,11 @@ class RemoteDrafts:
         except PacelineError as error:
             self._on_failed(error)
             return
-        self._store.add(proposal, now_s=time.perf_counter())
-        self._measure(proposal)
+        now_s = self._heard_s = time.perf_counter()
+        self._store.add(proposal, now_s=now_s)
+        self._measure(proposal, now_s)
         self._useless_seats = 0
         self._is_awaited = True
-        self._heard_s = time.perf_counter()
         self._wake()
 
     def _on_failed(self, error: PacelineError) -> None:
@@ -233,7 +232,7 @@ class RemoteDrafts:
         if order.draft_length > 0 and self._is_open and not self._store.continues(digest):
             self._missing.append((digest, time.perf_counter()))
 
-    def _measure(self, proposal: Proposal) -> None:
+    def _measure(self, proposal: Proposal, now_s: float) -> None:
         tokens = len(proposal.draft) + sum(len(branch.draft) for branch in proposal.branches)
         self.received_tokens += tokens
         if self._meter is None:
@@ -243,7 +242,7 @@ class RemoteDrafts:
         # A round trip may be longer than a round: what comes may be behind a prefix that has grown since.
         for digest, since_s in reversed(self._missing):
             if self._store.continues(digest):
-                self._meter.on_redraft(first_s=time.perf_counter() - since_s)
+                self._meter.on_redraft(first_s=now_s - since_s)
                 self._missing.clear()
                 break
 
@@ -287,11 +286,10 @@ class RemoteDrafts:
 
     # ---- one round
 
-    def _is_enough(self, draft: Draft | None, digest: int, plan: RoundPlan) -> bool:
-        """Whether the round begins with this."""
-        if draft is None:
-            return plan.enough_length == 0
-        return len(draft) >= min(plan.enough_length, plan.draft_length, self._room) or self._store.is_complete(digest)
+    def _is_enough(self, digest: int, plan: RoundPlan) -> bool:
+        """Whether the round begins with what is there; fewer tokens will do if no more are to come."""
+        enough = min(plan.enough_length, plan.draft_length, self._room)
+        return self._store.available(digest, enough) >= enough or self._store.is_complete(digest)
 
     @property
     def _room(self) -> int:
@@ -299,8 +297,8 @@ class RemoteDrafts:
         commit, info = self._last_commit, self._seat.client.info if self._seat is not None else None
         return info.max_context - commit.base_length if commit is not None and info is not None else 0
 
-    async def _wait_for_draft(self, digest: int, plan: RoundPlan) -> Draft | None:
-        """What there is when it is enough, when the patience has run out, or when the drafter is gone."""
+    async def _wait_for_draft(self, digest: int, plan: RoundPlan) -> None:
+        """Until there is enough, the patience has run out, or the drafter is gone."""
         loop = asyncio.get_running_loop()
         self._waiting = waiting = _Waiting(digest, plan, self._epoch, loop.create_future())
         # One timer and one future: this is done in most rounds of some sessions.
@@ -311,9 +309,7 @@ class RemoteDrafts:
             patience.cancel()
             self._waiting = None
         if is_late:
-            return self._after_patience(digest, plan)
-        self._misses = 0
-        return self._store.find(digest, plan.draft_length)
+            self._note_late(digest)
 
     def _wake(self) -> None:
         """Something has come, or the drafter is gone: end the wait if that is what it was for."""
@@ -321,18 +317,14 @@ class RemoteDrafts:
         if waiting is None:
             return
         is_lost = not self._is_open or self._epoch != waiting.epoch
-        draft = self._store.find(waiting.digest, waiting.plan.draft_length)
-        if is_lost or self._is_enough(draft, waiting.digest, waiting.plan):
+        if is_lost or self._is_enough(waiting.digest, waiting.plan):
             _resolve(waiting.is_over, False)
 
-    def _after_patience(self, digest: int, plan: RoundPlan) -> Draft | None:
-        """Some tokens, if not enough, are better than none. Short waits may well be in vain; a drafter that says nothing at
-        all for long is not waited for."""
-        draft = self._store.find(digest, plan.draft_length)
-        if draft is None and time.perf_counter() - self._heard_s >= _SILENT_S:
+    def _note_late(self, digest: int) -> None:
+        """Short waits may well be in vain; a drafter that says nothing at all for long is not waited for again so soon."""
+        if self._store.arrival(digest) is None and time.perf_counter() - self._heard_s >= _SILENT_S:
             self._misses += 1
             self._rounds_to_skip = min(2**self._misses, 64)
-        return draft
 
     def _send_commit(self, commit: _Commit) -> None:
         if self._seat is None or self._given_up or not self._fits(self._seat.client, commit.base_length):
