@@ -23,8 +23,8 @@ SEEDS = range(50)
 MAX_TOKENS = 24
 AT_ONCE = 32
 
-# The faults meet a drafter with branches by default.
-WITH_FAULTS = systems.by_default("noisy drafter")
+# The faults meet the hybrid by default, which is two ways of drafting at once, and a drafter with branches.
+WITH_FAULTS = systems.by_default("hybrid", "noisy drafter")
 FAN_OUTS = (None, 0, 1, 8)
 
 

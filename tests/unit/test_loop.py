@@ -688,11 +688,10 @@ def p_value(answers: list[list[int]], *, known: int) -> float:
 
 @pytest.mark.parametrize(("draft_length", "branches"), [(1, 0), (3, 0), (3, 6)])
 async def test_the_answers_follow_the_targets_law(draft_length: int, branches: int) -> None:
-    """6,000 tokens (with branches 3,000) of two Markov chains under `rejection`, pipelined, at random timings: single
+    """6,000 tokens of two Markov chains under `rejection`, pipelined, with branches and without, at random timings: single
     transitions (12 degrees of freedom) and pairs of them (48). With fixed seeds the outcome never changes; had they been
     drawn afresh, the odds of a false alarm would be 1e-4 for each of the two."""
-    sessions = SESSIONS // 2 if branches else SESSIONS
-    answers = await markov_answers(draft_length=draft_length, branches=branches, sessions=sessions)
+    answers = await markov_answers(draft_length=draft_length, branches=branches)
     assert p_value(answers, known=1) > SIGNIFICANCE
     assert p_value(answers, known=2) > SIGNIFICANCE
 
