@@ -21,7 +21,7 @@ from paceline.cli.answers import stream_answer
 from paceline.cli.comparison import PromptRuns, comparison_table, verdict_on_equality, verdict_on_speed
 from paceline.cli.laptop import laptop_configuration
 from paceline.cli.serving import free_port, running_application, running_stack
-from paceline.cli.show import legend
+from paceline.cli.show import counted, legend
 from paceline.cli.terminal import Terminal, with_plain_errors
 from paceline.client import (
     DEFAULT_TIMEOUT_S,
@@ -190,7 +190,7 @@ def _say(terminal: Terminal, sentences: Iterable[str]) -> None:
 def circumstances(stage: Stage, info: ServerInfo) -> Iterator[str]:
     """What the numbers of the demo are measured with, a line each."""
     threads = stage.threads
-    target_threads, drafter_threads = _counted(threads.target, "thread"), _counted(threads.drafter, "thread")
+    target_threads, drafter_threads = counted(threads.target, "thread"), counted(threads.drafter, "thread")
     yield f"target   {info.target.model_id}, {info.target.dtype}, {target_threads}"
     drafter = info.drafter.model_id if info.drafter is not None else NO_DRAFTER
     if stage.has_neural_drafter:
@@ -198,22 +198,18 @@ def circumstances(stage: Stage, info: ServerInfo) -> Iterator[str]:
     else:
         lookup = "suffix decoding" if drafter == SUFFIX_DRAFTER else "prompt lookup (n-gram)"
         yield f"drafter  {lookup}, {_draft_length(info)}"
-    yield f"machine  {platform.machine()}, {_counted(threads.cores, 'core')}; {stage.services}"
+    yield f"machine  {platform.machine()}, {counted(threads.cores, 'core')}; {stage.services}"
 
 
 def _draft_length(info: ServerInfo) -> str:
     length = info.speculation.draft_length
-    return "drafts as long as pays" if length is None else f"drafts of {_counted(length, 'token')}"
+    return "drafts as long as pays" if length is None else f"drafts of {counted(length, 'token')}"
 
 
 def load_warning(load: float, *, cores: int) -> Iterator[str]:
     """A line if others keep the machine busy: `load` is the average number of processes that wanted to run."""
     if load > cores:
         yield f"caution  the machine is busy with other work (load {load:.1f}), which falsifies the speeds below"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _request(prompt: DemoPrompt, schedule: Schedule, *, max_tokens: int) -> GenerationRequest:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.show import percent
+from paceline.cli.show import counted, percent
 from paceline.client import DeploymentStatus, OrchestratorStatus, PoolStatus, ReplicaStatus
 
 _DASH = Text("-", "dim")
@@ -65,7 +65,7 @@ def in_one_line(status: DeploymentStatus) -> str:
 
 
 def _sessions_in_words(pool: PoolStatus) -> str:
-    return _counted(sum(replica.sessions for replica in pool.replicas), "session")
+    return counted(sum(replica.sessions for replica in pool.replicas), "session")
 
 
 def _orchestrator_in_words(orchestrator: OrchestratorStatus) -> str:
@@ -74,10 +74,6 @@ def _orchestrator_in_words(orchestrator: OrchestratorStatus) -> str:
     if orchestrator.stall_fraction is not None:
         words += f", {percent(orchestrator.stall_fraction)} of their time waiting for drafts"
     return words
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ def _sessions(replica: ReplicaStatus) -> str:
 def _kv_used(replica: ReplicaStatus, bar_width: int) -> Text:
     """A bar and a percentage; for a cache without a known bound the tokens in it."""
     if not replica.kv_capacity_tokens:
-        return Text(_counted(replica.kv_used_tokens, "token")) if replica.kv_used_tokens else _DASH
+        return Text(counted(replica.kv_used_tokens, "token")) if replica.kv_used_tokens else _DASH
     share = min(1.0, replica.kv_used_tokens / replica.kv_capacity_tokens)
     # What is in use is seen, however little.
     filled = max(1 if share else 0, round(share * bar_width)) if bar_width else 0

@@ -116,3 +116,8 @@ def mean_acceptance_length(speculation: SpeculationUsage) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+def counted(number: int, noun: str) -> str:
+    """Of a noun whose plural takes an s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

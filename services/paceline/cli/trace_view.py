@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.show import percent
+from paceline.cli.show import counted, percent
 from paceline.client import DraftOrigin, RoundRecord, TracedRounds
 
 _BAR_WIDTH = 24
@@ -34,12 +34,12 @@ def _headline(traced: TracedRounds) -> Iterator[Text]:
     records = traced.records
     rounds, requests = len(records), len({record.request_id for record in records})
     emitted = sum(record.emitted for record in records)
-    words = f" of {_counted(requests, 'request')}, {_counted(emitted, 'token')}, {emitted / rounds:.2f} a round"
-    yield Text.assemble((_counted(rounds, "round"), "bold"), words)
+    words = f" of {counted(requests, 'request')}, {counted(emitted, 'token')}, {emitted / rounds:.2f} a round"
+    yield Text.assemble((counted(rounds, "round"), "bold"), words)
     if traced.is_emulated:
         yield Text("emulated: the models' steps are held to a set time, so no time here is a measurement", "yellow")
     if traced.dropped:
-        yield Text(f"{_counted(traced.dropped, 'older round')} of this orchestrator forgotten", "dim")
+        yield Text(f"{counted(traced.dropped, 'older round')} of this orchestrator forgotten", "dim")
 
 
 def _time_table(records: Sequence[RoundRecord]) -> Table:
@@ -88,7 +88,7 @@ def _rejections(records: Sequence[RoundRecord]) -> Text:
     if not rejections:
         return Text("no rejections", "dim")
     return Text.assemble(
-        (_counted(rejections, "rejection"), "bold"),
+        (counted(rejections, "rejection"), "bold"),
         ", drafted tokens there behind ",
         (f"{hits} ({percent(hits / rejections)})", "green"),
         " and missing behind ",
@@ -102,7 +102,3 @@ def _table(first: str, *figures: str) -> Table:
     for name in figures:
         table.add_column(name, justify="right")
     return table
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
