@@ -211,12 +211,46 @@ def _address_in(line: str) -> str:
     return str(message.get("address", "")) if is_ready_line else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All of them
-
-
 def _ignore(*_: str) -> None:
     return None
+
+
+def await_ready(
+    processes: Sequence[ServiceProcess],
+    *,
+    deadline_s: float,
+    timeout_s: float,
+    on_progress: ProgressReport = _ignore,
+) -> None:
+    """Wait for all at once, so that the first to fail is heard even while another still loads its model.
+
+    `deadline_s` is a moment of `time.monotonic`, `timeout_s` what was allowed in all. Raises `StartupFailed` with the
+    sentence of a service that could not start, or for those that are too slow.
+    """
+    settled: queue.SimpleQueue[ServiceProcess] = queue.SimpleQueue()
+    waiting = [process.name for process in processes]
+    for process in processes:
+        process.settle_into(settled)
+    while waiting:
+        on_progress(f"Starting {' and '.join(waiting)}")
+        try:
+            process = settled.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            raise _too_slow(waiting, timeout_s) from None
+        if not process.is_ready:
+            raise StartupFailed(
+                f"The {process.name} cannot start: {process.explain_end()}", details={"service": process.name}
+            )
+        waiting.remove(process.name)
+
+
+def _too_slow(waiting: Sequence[str], timeout_s: float) -> StartupFailed:
+    names = " and ".join(waiting)
+    return StartupFailed(f"The {names} did not get ready within {timeout_s:g} s.", details={"service": names})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of them
 
 
 class LocalStack:
@@ -316,27 +350,12 @@ class LocalStack:
         return ServiceProcess(name, arguments, on_log=self._on_log)
 
     def _await_ready(self, processes: Sequence[ServiceProcess], *, deadline_s: float) -> None:
-        """Wait for all at once, so that the first to fail is heard even while another still loads its model."""
-        settled: queue.SimpleQueue[ServiceProcess] = queue.SimpleQueue()
-        waiting = [process.name for process in processes]
-        for process in processes:
-            process.settle_into(settled)
-        while waiting:
-            self._on_progress(f"Starting {' and '.join(waiting)}")
-            try:
-                process = settled.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
-                raise _too_slow(waiting, self.settings.start_timeout_s) from None
-            if not process.is_ready:
-                raise StartupFailed(
-                    f"The {process.name} cannot start: {process.explain_end()}", details={"service": process.name}
-                )
-            waiting.remove(process.name)
-
-
-def _too_slow(waiting: Sequence[str], timeout_s: float) -> StartupFailed:
-    names = " and ".join(waiting)
-    return StartupFailed(f"The {names} did not get ready within {timeout_s:g} s.", details={"service": names})
+        await_ready(
+            processes,
+            deadline_s=deadline_s,
+            timeout_s=self.settings.start_timeout_s,
+            on_progress=self._on_progress,
+        )
 
 
 def _refuse_taken_port(port: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +12,9 @@ from typing import Self
 from paceline.bench.cores import pinned
 from paceline.bench.delay_link import DelayLink
 from paceline.bench.plan import DrafterVariant
-from paceline.errors import StartupFailed
-from paceline.local_stack import LocalStackSettings, ServiceProcess
+from paceline.local_stack import LocalStackSettings, LogReport, ServiceProcess, await_ready
 
 _HOST = "127.0.0.1"
-
-LogReport = Callable[[str, str], None]
-"""Called with a service's name and a line of its log, on a thread of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +94,7 @@ class BenchStack:
     """One target for the whole run, from `with` to its end, and one drafter after another beside it."""
 
     def __init__(self, settings: StackSettings, *, on_log: LogReport) -> None:
+        """`on_log(service, line)` is called on threads, until the end."""
         self.settings = settings
         self._on_log = on_log
         self._until_end = ExitStack()
@@ -152,17 +149,8 @@ class BenchStack:
         }[name]
 
     def _await_ready(self, process: ServiceProcess) -> None:
-        settled: queue.SimpleQueue[ServiceProcess] = queue.SimpleQueue()
-        process.settle_into(settled)
-        try:
-            settled.get(timeout=self.settings.start_timeout_s)
-        except queue.Empty:
-            limit = f"{self.settings.start_timeout_s:g} s"
-            raise StartupFailed(f"The {process.name} did not get ready within {limit}.") from None
-        if not process.is_ready:
-            raise StartupFailed(
-                f"The {process.name} cannot start: {process.explain_end()}", details={"service": process.name}
-            )
+        timeout_s = self.settings.start_timeout_s
+        await_ready([process], deadline_s=time.monotonic() + timeout_s, timeout_s=timeout_s)
 
     def _stop(self, process: ServiceProcess) -> None:
         process.terminate()
