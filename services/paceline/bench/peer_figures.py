@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.bench.peers import ASSISTED, PLAIN, PROMPT_LOOKUP, AssistantSettings, PeerAnswer
-from paceline.bench.plan import Condition, Plan
+from paceline.bench.plan import Condition, Plan, in_rotation
 from paceline.bench.prompts import BenchPrompt
 from paceline.generation import ChatMessage
 
@@ -24,8 +24,9 @@ class PeerSetting:
     assistant: AssistantSettings | None = None  # None: transformers' own defaults
 
 
-# Assisted generation as it comes, and at fixed draft lengths, which suit a drafter that is not much cheaper than its
-# target better: the best of them is what the peer can do with this pair.
+# Assisted generation as it comes, and with drafts that suit a drafter which is not much cheaper than its target better:
+# at fixed lengths, and from five tokens on as long as they are kept. The best of them is what the peer can do with this
+# pair.
 PEER_SETTINGS = (
     PeerSetting("plain", PLAIN),
     PeerSetting("assisted", ASSISTED),
@@ -34,6 +35,11 @@ PEER_SETTINGS = (
             f"assisted {length}", ASSISTED, AssistantSettings(num_assistant_tokens=length, confidence_threshold=0.0)
         )
         for length in (2, 4)
+    ),
+    PeerSetting(
+        "assisted from 5",
+        ASSISTED,
+        AssistantSettings(num_assistant_tokens=5, schedule="heuristic", confidence_threshold=0.4),
     ),
     PeerSetting("prompt lookup", PROMPT_LOOKUP),
 )
@@ -89,8 +95,7 @@ class PeerRun:
         """Each setting once for each prompt, beginning with another one each turn; does nothing without a peer."""
         if self._peer is None:
             return
-        first = turn % len(PEER_SETTINGS)
-        for setting in (*PEER_SETTINGS[first:], *PEER_SETTINGS[:first]):
+        for setting in in_rotation(PEER_SETTINGS, turn):
             for prompt in prompts:
                 answer = await self._ask(setting, prompt, max_tokens=plan.max_tokens, ignore_eos=plan.ignore_eos)
                 self._repeats[-1][setting].append(answer)

@@ -36,6 +36,7 @@ from paceline.engine.shallow import Network
 from paceline.errors import InvalidRequest, ModelMismatch, ModelUnavailable, PacelineError
 
 _CPU = torch.device("cpu")
+_LOOKUP_LENGTH = 10  # tokens of one draft looked up, as transformers' documentation has it
 
 
 class PeerPair:
@@ -47,25 +48,23 @@ class PeerPair:
     def __init__(self, models: PeerModels) -> None:
         """Load them. Raises `ModelUnavailable`, `StartupFailed` for the dtype, or `ModelMismatch` for the pair."""
         self.dtype = choose_dtype(models.dtype, _CPU)
-        checkpoint = resolve_checkpoint(models.target, cache_dir=models.cache_dir)
+        checkpoint = resolve_checkpoint(models.target)
         if is_drafter_folder(checkpoint):
             raise ModelUnavailable(f"'{models.target}' is a drafter and answers nothing by itself; name its target.")
         self._tokenizer = load_tokenizer(checkpoint)
         self._target = load_network(checkpoint, dtype=self.dtype)
         self._end_ids = _end_ids(self._target)
-        self._drafter = self._load_drafter(models.drafter, checkpoint, models.cache_dir) if models.drafter else None
+        self._drafter = self._load_drafter(models.drafter, checkpoint) if models.drafter else None
         self._assistant: AssistantSettings | None = None
         for network in (self._target, self._drafter):
             if network is not None:
                 # What a checkpoint recommends, such as a penalty on repetition, is not part of the comparison.
                 network.generation_config = type(network.generation_config)(pad_token_id=min(self._end_ids, default=0))
 
-    def _load_drafter(self, name: str, target: Path | str, cache_dir: Path | None) -> Network:
-        checkpoint = resolve_checkpoint(name, cache_dir=cache_dir)
+    def _load_drafter(self, name: str, target: Path | str) -> Network:
+        checkpoint = resolve_checkpoint(name)
         if isinstance(checkpoint, Path) and is_drafter_folder(checkpoint):
-            return load_drafter(
-                checkpoint, verifier=str(target), dtype=self.dtype, device=_CPU, cache_dir=cache_dir
-            ).network
+            return load_drafter(checkpoint, verifier=str(target), dtype=self.dtype, device=_CPU, cache_dir=None).network
         drafter = load_network(checkpoint, dtype=self.dtype)
         if fingerprint_of_checkpoint(checkpoint) != fingerprint_of_checkpoint(target):
             raise ModelMismatch(f"'{name}' and '{target}' number their tokens differently; choose another drafter.")
@@ -106,7 +105,7 @@ class PeerPair:
         if question.kind == ASSISTED:
             options["assistant_model"] = self._assistant_model(question.assistant)
         elif question.kind == PROMPT_LOOKUP:
-            options["prompt_lookup_num_tokens"] = question.lookup_length
+            options["prompt_lookup_num_tokens"] = _LOOKUP_LENGTH
         elif question.kind != PLAIN:
             raise InvalidRequest(f"There is no kind '{question.kind}'; use {', '.join(KINDS)}.", parameter="kind")
         return options

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -54,7 +53,6 @@ class PeerModels:
     drafter: str | None = None
     dtype: str = "auto"
     threads: int = 1
-    cache_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,6 @@ class PeerQuestion:
     temperature: float = 0.0  # 0: the most probable token
     seed: int = 0
     assistant: AssistantSettings = AssistantSettings()
-    lookup_length: int = 10  # tokens of one draft looked up; 10 is what transformers' documentation uses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +113,6 @@ class Peer:
         dtype: str = "auto",
         cores: Sequence[int] = (),
         threads: int | None = None,
-        cache_dir: Path | None = None,
         start_timeout_s: float = 600.0,
         answer_timeout_s: float = 600.0,
     ) -> None:
@@ -126,7 +122,7 @@ class Peer:
         longest where a checkpoint has to be fetched or converted first.
         """
         count = threads or len(cores or allowed_cores()) or os.cpu_count() or 1
-        self._models = PeerModels(target=target, drafter=drafter, dtype=dtype, threads=count, cache_dir=cache_dir)
+        self._models = PeerModels(target=target, drafter=drafter, dtype=dtype, threads=count)
         self._cores = tuple(cores)
         self._start_timeout_s, self._answer_timeout_s = start_timeout_s, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -161,14 +157,12 @@ class Peer:
         temperature: float = 0.0,
         seed: int = 0,
         assistant: AssistantSettings | None = None,
-        lookup_length: int | None = None,
     ) -> PeerAnswer:
         """Answer a conversation by "plain", "assisted" or "prompt_lookup" generation; blocks meanwhile.
 
         Sampling, at a `temperature` above 0, is from the whole distribution. Raises `PacelineError`, after which the peer
         still answers, unless its process has ended or was too slow.
         """
-        defaults = PeerQuestion(kind=kind, messages=tuple(messages), max_tokens=max_tokens)
         answer = self._ask(
             PeerQuestion(
                 kind=kind,
@@ -177,8 +171,7 @@ class Peer:
                 ignore_eos=ignore_eos,
                 temperature=temperature,
                 seed=seed,
-                assistant=assistant or defaults.assistant,
-                lookup_length=lookup_length or defaults.lookup_length,
+                assistant=assistant or AssistantSettings(),
             ),
             timeout_s=self._answer_timeout_s,
         )
