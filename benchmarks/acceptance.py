@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import write_report
-from benchmarks.workloads import Prompt, load_workload
+from benchmarks.workloads import load_workload
+from paceline.bench.prompts import BenchPrompt
 from paceline.client import GenerationClient
 from paceline.generation import GenerationRequest, Schedule, SpeculationOptions, StopConditions
 from paceline.local_stack import LocalStack, LocalStackSettings
@@ -19,13 +20,13 @@ AT_ONCE = 16
 
 
 async def measure(
-    endpoint: str, prompts: Sequence[Prompt], temperature: float, *, draft_length: int
+    endpoint: str, prompts: Sequence[BenchPrompt], temperature: float, *, draft_length: int
 ) -> SpeculationStats:
     """What was drafted and kept over one answer of up to 128 tokens to each prompt, added up."""
     total, places = SpeculationStats(), asyncio.Semaphore(AT_ONCE)
     total.drafted_per_position, total.accepted_per_position = [0] * draft_length, [0] * draft_length
 
-    async def answer(number: int, prompt: Prompt) -> None:
+    async def answer(number: int, prompt: BenchPrompt) -> None:
         request = GenerationRequest(
             messages=prompt.messages,
             sampling=SamplingParams(temperature=temperature),
@@ -38,9 +39,7 @@ async def measure(
         total.num_drafts += used.num_drafts
         total.num_draft_tokens += used.num_draft_tokens
         total.num_accepted_tokens += used.num_accepted_tokens
-        # A draft of which all was kept had no rejection.
-        judged = used.num_accepted_tokens / used.per_token_acceptance if used.per_token_acceptance else used.num_drafts
-        total.num_rejections += round(judged - used.num_accepted_tokens)
+        total.num_rejections += used.num_rejections
         for position, (drafted, kept) in enumerate(
             zip(used.num_draft_tokens_per_pos, used.num_accepted_tokens_per_pos, strict=True)
         ):

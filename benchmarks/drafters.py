@@ -41,8 +41,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from benchmarks.overhead import start
-from benchmarks.report import machine, write_report
-from benchmarks.workloads import FOLDER, Prompt, Workload, load_workload
+from benchmarks.report import write_report
+from benchmarks.workloads import FOLDER, Workload, load_workload
+from paceline.bench.cores import pinned
+from paceline.bench.limits import estimated_acceptance
+from paceline.bench.machine import machine
+from paceline.bench.plan import in_rotation
+from paceline.bench.prompts import BenchPrompt
 from paceline.client import GenerationClient
 from paceline.generation import (
     Delta,
@@ -134,14 +139,8 @@ class Case:
 Answers = dict[Case, list[Answer]]
 
 
-def in_rotation(settings: Sequence[Setting], turn: int) -> list[Setting]:
-    """All settings, beginning with another one each turn."""
-    first = turn % len(settings)
-    return [*settings[first:], *settings[:first]]
-
-
 def request_for(
-    prompt: Prompt, plan: Plan, setting: Setting, *, temperature: float, seed: int, tenant: str
+    prompt: BenchPrompt, plan: Plan, setting: Setting, *, temperature: float, seed: int, tenant: str
 ) -> GenerationRequest:
     return GenerationRequest(
         messages=prompt.messages,
@@ -157,7 +156,7 @@ def request_for(
     )
 
 
-async def answer(client: GenerationClient, prompt: Prompt, request: GenerationRequest) -> Answer:
+async def answer(client: GenerationClient, prompt: BenchPrompt, request: GenerationRequest) -> Answer:
     """Ask, and time what comes."""
     arrivals: list[tuple[float, Delta]] = []
     finished: Finished | None = None
@@ -200,14 +199,14 @@ async def measure(endpoint: str, method: str, plan: Plan, *, on_answer: Callable
     return dict(answers)
 
 
-def _numbered(workloads: Iterable[Workload]) -> Iterator[tuple[str, int, Prompt]]:
+def _numbered(workloads: Iterable[Workload]) -> Iterator[tuple[str, int, BenchPrompt]]:
     """Every prompt, behind the name of its workload and its number there."""
     for workload in workloads:
         for number, prompt in enumerate(workload.prompts):
             yield workload.name, number, prompt
 
 
-async def _warm_up(client: GenerationClient, prompt: Prompt, plan: Plan, setting: Setting) -> None:
+async def _warm_up(client: GenerationClient, prompt: BenchPrompt, plan: Plan, setting: Setting) -> None:
     """Let target and drafter read the prompt; their prefix caches hold it from now on."""
     short = replace(plan, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     await client.complete(request_for(prompt, short, setting, temperature=0.0, seed=1, tenant=f"warm-up {prompt.id}"))
@@ -255,7 +254,7 @@ def figures_of(answers: Sequence[Answer], plain: Sequence[Answer]) -> Figures:
         plain_tokens_per_second=plain_speed,
         speed_up=_share(speed, plain_speed),
         median_speed_up=statistics.median(single) if single else 0.0,
-        acceptance=_share(accepted, accepted + sum(map(rejections, usages))),
+        acceptance=estimated_acceptance(accepted, sum(usage.num_rejections for usage in usages)),
         mean_acceptance_length=1 + _share(accepted, drafts),
         acceptance_by_position=tuple(map(_share, kept, drafted)),
         drafts_by_position=drafted,
@@ -271,13 +270,6 @@ def tokens_per_second(answers: Iterable[Answer]) -> float:
     """Behind the first tokens; 0 where no answer has more than that."""
     answers = list(answers)
     return _share(sum(each.decoded_tokens for each in answers), sum(each.decode_s for each in answers))
-
-
-def rejections(usage: SpeculationUsage) -> int:
-    """Rounds that a rejection ended, which the protocol tells only through `a` = accepted / (accepted + rejections)."""
-    if not usage.num_accepted_tokens:
-        return usage.num_drafts  # nothing was ever kept
-    return round(usage.num_accepted_tokens * (1 / usage.per_token_acceptance - 1))
 
 
 def _have_speed(*answers: Answer) -> bool:
@@ -513,17 +505,6 @@ def _without_frame(axes: Axes) -> None:
 # Services
 
 
-@contextmanager
-def pinned_to(core: int) -> Iterator[None]:
-    """Keep this thread, and whatever it starts meanwhile, to one core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
     """What the services run; None and 0 leave it to them."""
@@ -667,13 +648,14 @@ def run_all(
     results: list[Result] = []
     with ExitStack() as stack:
         begin = stack.enter_context(progress_bar(sum(map(plan.answers, methods))))
-        with pinned_to(target_core):
+        with pinned([target_core]):
             target = start(stack, "target_service", "--threads", "1", *models.target_options())
         for method in methods:
-            with pinned_to(other_core), ExitStack() as of_method:
+            with pinned([other_core]), ExitStack() as of_method:
                 drafter = start(of_method, "drafter_service", "--threads", "1", *models.drafter_options(method))
-                options = ("--threads", "1", "--target", target, "--drafter", drafter)
-                endpoint = start(of_method, "orchestrator", *options, *_option("--tokenizer", models.target))
+                options = ("--threads", "1", "--target", target.address, "--drafter", drafter.address)
+                orchestrator = start(of_method, "orchestrator", *options, *_option("--tokenizer", models.target))
+                endpoint = orchestrator.address
                 dtype = asyncio.run(target_dtype(endpoint))
                 results += results_of(asyncio.run(measure(endpoint, method, plan, on_answer=begin)))
             keep(report_body(plan, models, results, checks_of(results), dtype=dtype), output)

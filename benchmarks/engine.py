@@ -43,7 +43,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
 
-from benchmarks.report import machine, write_report
+from benchmarks.report import write_report
+from paceline.bench.machine import machine
 from paceline.engine.block_pool import BlockTable
 from paceline.engine.checkpoint import DEFAULT_MODEL, load_network, resolve_checkpoint
 from paceline.engine.interface import Extension

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Protocol
 
-from benchmarks.report import machine, write_report
+from benchmarks.report import write_report
+from paceline.bench.machine import machine
 from paceline.lookup.ngram import NgramIndex
 from paceline.lookup.suffix import SuffixCache, SuffixSession
 from paceline.lookup.suffix_tree import prepare

@@ -10,27 +10,23 @@ rounds per second are what all of them reach together.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.overhead import connected, loop_times_ms, request_for
-from benchmarks.report import machine, write_report
+from benchmarks.overhead import Service, connected, loop_times_ms, request_for, start
+from benchmarks.report import write_report
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import Tokenizer
+from paceline.bench.machine import machine
+from paceline.bench.meters import cpu_seconds
 from paceline.client import GenerationClient
 from paceline.generation import Finished, GenerationRequest, Schedule
 from paceline.process import new_event_loop
@@ -39,33 +35,13 @@ from tests.checkpoints import tiny_tokenizer
 
 LIMIT_US = 150
 _MICROSECONDS = 1e6
-_FIRST_CPU_FIELD = 11  # of /proc/PID/stat, counted from behind the name: user time, and behind it system time
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """A service process, and where it answers."""
-
-    address: str
-    pid: int
-
-    def cpu_s(self) -> float:
-        """Processor time since its start, of all its threads, in steps of one clock tick (10 ms)."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        user, system = fields[_FIRST_CPU_FIELD : _FIRST_CPU_FIELD + 2]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def serving(module: str, *options: str) -> Iterator[Service]:
-    """A service process, from its ready line to the end of the block."""
-    command = [sys.executable, "-m", module, *options, "--stop-with-parent", "--log-level", "error"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield Service(json.loads(process.stdout.readline())["address"], process.pid)
-        finally:
-            process.terminate()
+def cpu_s_of(service: Service) -> float:
+    """Processor time since its start, of all its threads."""
+    spent_s = cpu_seconds(service.pid)
+    assert spent_s is not None, "this benchmark needs a system that counts it"
+    return spent_s
 
 
 async def rounds_at_client(client: GenerationClient, request: GenerationRequest, *, sessions: int) -> int:
@@ -121,12 +97,12 @@ async def _process_figures(
     load: Load, client: GenerationClient, request: GenerationRequest, *services: Service
 ) -> dict[str, object]:
     await rounds_at_client(client, request, sessions=load.sessions)
-    before_s = [service.cpu_s() for service in services]
+    before_s = [cpu_s_of(service) for service in services]
     started_s, rounds = time.perf_counter(), 0
     for _ in range(load.answers):
         rounds += await rounds_at_client(client, request, sessions=load.sessions)
     elapsed_s = time.perf_counter() - started_s
-    used_s = [service.cpu_s() - before for service, before in zip(services, before_s, strict=True)]
+    used_s = [cpu_s_of(service) - before for service, before in zip(services, before_s, strict=True)]
     orchestrator_us, target_us, drafter_us = (round(cpu_s / rounds * _MICROSECONDS) for cpu_s in used_s)
     return {
         "rounds": rounds,
@@ -159,10 +135,10 @@ def main(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         tiny_tokenizer().save_pretrained(folder)
-        target = stack.enter_context(serving("benchmarks.instant", "target"))
-        drafter = stack.enter_context(serving("benchmarks.instant", "drafter"))
+        target = start(stack, "benchmarks.instant", "target")
+        drafter = start(stack, "benchmarks.instant", "drafter")
         pools = ("--target", target.address, "--drafter", drafter.address)
-        orchestrator = stack.enter_context(serving("orchestrator", *pools, "--tokenizer", folder))
+        orchestrator = start(stack, "orchestrator", *pools, "--tokenizer", folder)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             rows = runner.run(
                 measure(load, Tokenizer.load(folder), orchestrator=orchestrator, target=target, drafter=drafter)

@@ -18,6 +18,7 @@ import tempfile
 import time
 import uuid
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.instant import VOCAB_SIZE
-from benchmarks.report import machine, write_report
+from benchmarks.report import write_report
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
 from orchestrator.directory import StaticDirectory
 from orchestrator.drafter_pool import DrafterPool
@@ -38,6 +39,7 @@ from orchestrator.loop import run_session
 from orchestrator.remote_target import FailoverLimits
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
+from paceline.bench.machine import machine
 from paceline.client import GenerationClient
 from paceline.generation import (
     Delta,
@@ -55,8 +57,16 @@ LIMIT_MS = 1.5
 SILENCE_LIMIT_S = 10.0
 
 
-def start(stack: ExitStack, module: str, *options: str) -> str:
-    """Start a service process for the life of the stack; returns its address."""
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service process, and where it answers."""
+
+    address: str
+    pid: int
+
+
+def start(stack: ExitStack, module: str, *options: str) -> Service:
+    """Start a service process for the life of the stack."""
     process = stack.enter_context(
         subprocess.Popen(
             [sys.executable, "-m", module, *options, "--stop-with-parent", "--log-level", "error"],
@@ -67,8 +77,7 @@ def start(stack: ExitStack, module: str, *options: str) -> str:
     )
     stack.callback(process.terminate)
     assert process.stdout is not None
-    address: str = json.loads(process.stdout.readline())["address"]
-    return address
+    return Service(json.loads(process.stdout.readline())["address"], process.pid)
 
 
 async def round_times_ms(client: GenerationClient, request: GenerationRequest) -> list[float]:
@@ -208,13 +217,14 @@ def main(
         tokenizer = Tokenizer.load(str(folder))
         target = start(stack, "benchmarks.instant", "target")
         drafter = start(stack, "benchmarks.instant", "drafter")
-        endpoint = start(stack, "orchestrator", "--target", target, "--drafter", drafter, "--tokenizer", str(folder))
+        pools = ("--target", target.address, "--drafter", drafter.address)
+        orchestrator = start(stack, "orchestrator", *pools, "--tokenizer", str(folder))
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             rows = runner.run(
                 measure(
-                    endpoint,
-                    target,
-                    drafter,
+                    orchestrator.address,
+                    target.address,
+                    drafter.address,
                     tokenizer,
                     draft_length=draft_length,
                     max_tokens=max_tokens,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -11,13 +10,9 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from paceline.bench.machine import machine
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def machine() -> str:
-    """The hardware in a few words."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} cores, {_processor()}"
 
 
 def write_report(name: str, body: dict[str, object]) -> Path:
@@ -34,12 +29,3 @@ def write_report(name: str, body: dict[str, object]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     return path
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

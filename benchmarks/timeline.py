@@ -19,7 +19,7 @@ import typer
 from matplotlib.axes import Axes
 
 from benchmarks.overhead import connected, start
-from benchmarks.report import machine, write_report
+from benchmarks.report import write_report
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafting import DraftsWithFallback
 from orchestrator.finish import EndConditions, OutputTracker
@@ -28,6 +28,7 @@ from orchestrator.loop import Target, run_session
 from orchestrator.remote_drafts import RemoteDrafts
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
+from paceline.bench.machine import machine
 from paceline.engine.checkpoint import DEFAULT_MODEL, resolve_checkpoint
 from paceline.generation import Schedule
 from paceline.prefix import TokenPrefix
@@ -178,7 +179,9 @@ def main(
     with ExitStack() as stack:
         target = start(stack, "target_service", "--threads", "1")
         drafter = start(stack, "drafter_service", "--threads", "1", "--logit-noise", str(logit_noise))
-        timelines = asyncio.run(measure(target, drafter, tokenizer, draft_length=draft_length, max_tokens=96))
+        timelines = asyncio.run(
+            measure(target.address, drafter.address, tokenizer, draft_length=draft_length, max_tokens=96)
+        )
     caption = (
         f"SmolLM2-135M as target, a noisy copy of it as drafter, one core each ({machine()}); draft length "
         f"{draft_length}, temperature 0; '+n': tokens committed"

@@ -45,9 +45,7 @@ class RoundRecord:
     step_tokens: int = 0  # how many tokens it fed
     # the draft
     draft_origin: DraftOrigin = DraftOrigin.NONE
-    draft_arrived_s: float | None = (
-        None  # a moment: when its first tokens came from a drafter; None: it has none of one
-    )
+    draft_arrived_s: float | None = None  # moment when its first tokens came from a drafter; None: it has none of one
     draft_time_s: float = 0.0  # model time that the drafter spent on the proposal which they came with
     draft_steps: int = 0  # of the drafter's model
     available: int = 0  # drafted tokens that were here for the committed ones

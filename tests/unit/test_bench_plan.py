@@ -137,7 +137,13 @@ def test_prompts_come_from_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("", "no prompt"), ('{"id": "x"}', "line 1"), ("[]", "line 1"), ("Hi", "line 1")],
+    [
+        ("", "no prompt"),
+        ('{"id": "x"}', "line 1"),
+        ("[]", "line 1"),
+        ("Hi", "line 1"),
+        ('{"id": "x", "messages": []}\n' * 2, "line 2"),
+    ],
 )
 def test_what_is_no_prompt_is_refused_by_its_line(tmp_path: Path, content: str, words: str) -> None:
     """Before anything is started."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeVar
 
 from paceline.bench.prompts import BenchPrompt
 from paceline.generation import GenerationRequest, Schedule, SpeculationOptions, StopConditions
 from paceline.types import SamplingParams, VerificationRule
 
 AUTO = "auto"
+
+SettingT = TypeVar("SettingT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def settings_of(
     return tuple(settings)
 
 
-def in_rotation(settings: Sequence[Setting], turn: int) -> list[Setting]:
+def in_rotation(settings: Sequence[SettingT], turn: int) -> list[SettingT]:
     """All settings, beginning with another one each turn, so that what the machine does meanwhile happens to all."""
     first = turn % len(settings)
     return [*settings[first:], *settings[:first]]
@@ -79,6 +82,12 @@ class DrafterVariant:
     acceptance: float | None = None  # None: whatever comes of it
     temperature: float | None = None  # the only one at which it has that acceptance; None: it serves all
 
+    def __str__(self) -> str:
+        """What tells it from others; empty for a drafter as it comes."""
+        if self.acceptance is not None:
+            return f"acceptance {self.acceptance:g}"
+        return f"noise {self.logit_noise:g}" if self.logit_noise else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
@@ -94,11 +103,7 @@ class Condition:
         words = [f"temperature {self.temperature:g}", self.rule.value, f"delay {self.delay}"]
         if self.concurrency > 1:
             words.append(f"{self.concurrency} at a time")
-        if self.drafter.acceptance is not None:
-            words.append(f"acceptance {self.drafter.acceptance:g}")
-        elif self.drafter.logit_noise:
-            words.append(f"noise {self.drafter.logit_noise:g}")
-        return ", ".join(words)
+        return ", ".join(filter(None, (*words, str(self.drafter))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,11 +130,7 @@ def _panel_name(condition: Condition) -> str:
     words = [f"temperature {condition.temperature:g}"]
     if condition.temperature:
         words.append(condition.rule.value)
-    if condition.drafter.acceptance is not None:
-        words.append(f"acceptance {condition.drafter.acceptance:g}")
-    elif condition.drafter.logit_noise:
-        words.append(f"noise {condition.drafter.logit_noise:g}")
-    return ", ".join(words)
+    return ", ".join(filter(None, (*words, str(condition.drafter))))
 
 
 def best_by_schedule(result: ConditionResult) -> Mapping[Schedule, Cell]:

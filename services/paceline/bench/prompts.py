@@ -39,7 +39,7 @@ BUILT_IN = (
 def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
     """The prompts of a file of lines `{"id", "kind", "messages": [{"role", "content"}, ...]}`; `kind` may be left out.
 
-    Raises `InvalidRequest`, with the line, for one that is none of that, and for a file without any.
+    Raises `InvalidRequest`, with the line, for one that is none of that or repeats an id, and for a file without any.
     """
     prompts: list[BenchPrompt] = []
     try:
@@ -48,7 +48,7 @@ def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
         raise InvalidRequest(f"The prompts in {path} cannot be read: {error}.", parameter="prompts") from error
     for number, line in enumerate(lines, start=1):
         try:
-            prompts.append(_prompt(json.loads(line)))
+            prompts.append(_prompt(json.loads(line), prompts))
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(f"{path}, line {number}, is no prompt: {error!r}.", parameter="prompts") from error
     if not prompts:
@@ -56,7 +56,9 @@ def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
     return tuple(prompts)
 
 
-def _prompt(fields: dict[str, Any]) -> BenchPrompt:
+def _prompt(fields: dict[str, Any], earlier: Sequence[BenchPrompt]) -> BenchPrompt:
+    if any(prompt.id == fields["id"] for prompt in earlier):
+        raise ValueError(f"the id {fields['id']!r} is taken")
     messages = tuple(ChatMessage(message["role"], message["content"]) for message in fields["messages"])
     return BenchPrompt(fields["id"], messages, fields.get("kind", ""))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-import os
 import platform
 import shlex
 import sys
@@ -22,21 +22,6 @@ from paceline.generation import ServerInfo
 REPORT, CELLS = "report.json", "cells.csv"
 EMULATED = "every model step is held to a set time, so no speed is a measurement of a model"
 _PACKAGES = ("paceline", "torch", "transformers", "grpcio", "protobuf")
-
-
-def machine() -> str:
-    """The hardware in a few words."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} cores, {_processor()}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _versions() -> dict[str, str]:
@@ -68,7 +53,7 @@ class Report:
         """Both files, whole at any moment: a reader, or a run that is cut short, never sees half of one."""
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / REPORT, json.dumps(self.as_dict(), indent=1) + "\n")
-        self._write_cells(folder / CELLS)
+        _write(folder / CELLS, self._cells())
 
     def as_dict(self) -> dict[str, object]:
         described = asdict(self.plan) | {"prompts": [prompt.id for prompt in self.plan.prompts]}
@@ -85,15 +70,15 @@ class Report:
             "conditions": [_condition_as_dict(result) for result in self.results],
         }
 
-    def _write_cells(self, path: Path) -> None:
+    def _cells(self) -> str:
+        """As CSV."""
         lines = [cell_line(result, cell, is_emulated=self.stack.is_emulated) for result, cell in cells_of(self.results)]
         names = list(dict.fromkeys(name for line in lines for name in line))
-        partial = path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(lines)
-        partial.replace(path)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, names)
+        writer.writeheader()
+        writer.writerows(lines)
+        return text.getvalue()
 
 
 def cells_of(results: Iterable[ConditionResult]) -> Iterable[tuple[ConditionResult, Cell]]:
@@ -102,7 +87,7 @@ def cells_of(results: Iterable[ConditionResult]) -> Iterable[tuple[ConditionResu
 
 def _write(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", newline="")  # CSV brings its own line ends
     partial.replace(path)
 
 

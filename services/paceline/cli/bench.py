@@ -18,16 +18,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from paceline.bench.cores import allowed_cores, cores_from, pin
 from paceline.bench.emulated import TINY, write_pair
 from paceline.bench.figures import ConditionResult
+from paceline.bench.machine import machine
 from paceline.bench.peers import Peer
 from paceline.bench.plan import AUTO, Delay, DrafterVariant, Plan, settings_of
 from paceline.bench.plots import Album, NoPlots, draw_all
 from paceline.bench.prompts import BUILT_IN, limited, read_prompts
-from paceline.bench.report import CELLS, EMULATED, REPORT, Report, machine
+from paceline.bench.report import CELLS, EMULATED, REPORT, Report
 from paceline.bench.run import Bench
 from paceline.bench.stack import BenchStack, StackSettings, StepTime
 from paceline.bench.tables import condition_view, differing_texts, one_line
 from paceline.cli import options
-from paceline.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, Terminal, with_plain_errors
+from paceline.cli.terminal import EXIT_FAILED, Terminal, with_plain_errors
 from paceline.errors import InvalidRequest
 from paceline.generation import Schedule
 from paceline.types import VerificationRule
@@ -318,13 +319,8 @@ def _run(report: Report, acceptances: tuple[float, ...], output: Path, *, peer: 
         terminal.say("The machine is busy with other work, which falsifies the speeds.", "yellow")
     try:
         _measure(report, acceptances, output, terminal, peer=peer)
-    except KeyboardInterrupt:
+    finally:
         _finish(report, output, terminal, plots=plots)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except BaseException:
-        _finish(report, output, terminal, plots=plots)
-        raise
-    _finish(report, output, terminal, plots=plots)
     if not _is_exact(report, terminal):
         raise typer.Exit(EXIT_FAILED)
 
