@@ -118,7 +118,7 @@ class Serving:
             with suppress(psutil.Error):
                 for process in own.children(recursive=True):
                     self.family.setdefault(process.pid, process)
-            time.sleep(0.05)
+            time.sleep(0.25)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
