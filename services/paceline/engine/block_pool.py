@@ -2,8 +2,8 @@
 
 Memory is cut into blocks of equally many tokens. A session's tokens lie in the blocks of its table, in order; whoever
 owns the memory itself looks up there where to read and write. A table can be forked: the two share the blocks of the
-tokens that both have. Used by one thread; the figures may be read from any
-other. Knows nothing of tensors, steps or scheduling: blocks are numbers.
+tokens that both have. Used by one thread; the figures may be read from any other. Knows nothing of tensors, steps or
+scheduling: blocks are numbers.
 """
 
 from __future__ import annotations
