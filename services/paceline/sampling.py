@@ -178,10 +178,9 @@ def raw_log_probs(
     named = log_probs[_ids_like(log_probs, token_ids)].tolist()
     if top == 0:
         return named, ()
-    leading, _ = _highest(log_probs, top)
-    ids = _largest_ids(log_probs, leading[leading > -math.inf])
-    ranked = sorted(zip(ids.tolist(), log_probs[ids].tolist(), strict=True), key=lambda entry: (-entry[1], entry[0]))
-    return named, tuple(ranked)
+    leading, ids = _ranked(log_probs, top)
+    ranked = zip(ids.tolist(), leading.tolist(), strict=True)
+    return named, tuple([(token_id, log_prob) for token_id, log_prob in ranked if log_prob > -math.inf])
 
 
 def warm_up() -> None:
