@@ -194,9 +194,9 @@ class ModelService(Generic[CommandT, EventT]):
         return self._thread.seconds_in_step
 
     def _say_ready(self, lifetime: Lifetime, address: str) -> None:
-        emulation = {"emulated_step_ms": self._settings.emulated_step_ms} if self.info.emulated else {}
+        emulation = self._settings.emulated_times if self.info.emulated else {}
         model, dtype, threads = self.info.model_id, self.info.dtype, torch.get_num_threads()
-        if emulation:
+        if self.info.emulated:
             logger.warning("model steps are held to a set time: what is measured here is emulated", **emulation)
         method = {"method": self.info.method} if self.info.method else {}
         memory = _memory_fields(self._allocation)

@@ -119,7 +119,17 @@ class ModelServiceSettings(ServiceSettings):
     @property
     def is_emulated(self) -> bool:
         """Whether steps are held to a set time, so that no speed seen is a measurement."""
-        return max(self.emulated_step_ms, self.emulated_step_ms_per_session, self.emulated_step_ms_per_token) > 0
+        return bool(self.emulated_times)
+
+    @property
+    def emulated_times(self) -> dict[str, float]:
+        """How long steps are held, in milliseconds: the times that are not 0, by the names of their settings."""
+        times = {
+            "emulated_step_ms": self.emulated_step_ms,
+            "emulated_step_ms_per_session": self.emulated_step_ms_per_session,
+            "emulated_step_ms_per_token": self.emulated_step_ms_per_token,
+        }
+        return {name: time_ms for name, time_ms in times.items() if time_ms}
 
     @field_validator("max_num_batched_tokens")
     @classmethod

@@ -119,6 +119,7 @@ async def test_advertised_host_stands_before_the_port_that_is_listened_on(host: 
 
 
 HELD_MS = 30.0
+PER_TOKEN_MS = 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +138,7 @@ def prepared(folder: Path) -> list[ModelService[Any, Any]]:
         "device": "cpu",
         "threads": 1,
         "emulated_step_ms": HELD_MS,
+        "emulated_step_ms_per_token": PER_TOKEN_MS,
         "drain_s": 0,
     }
     return [
@@ -146,12 +148,12 @@ def prepared(folder: Path) -> list[ModelService[Any, Any]]:
 
 
 async def test_emulated_service_says_so(tmp_path: Path) -> None:
-    """The model's description, a warning in the log, and the ready line, which names the time."""
+    """The model's description, a warning in the log, and the ready line, which names the times that are set."""
     for service in prepared(tmp_path / "model"):
         assert service.info.emulated
         with capture_logs() as logs:
             fields = await ready_fields(service)
-        assert fields["emulated_step_ms"] == HELD_MS
+        assert emulation(fields) == {"emulated_step_ms": HELD_MS, "emulated_step_ms_per_token": PER_TOKEN_MS}
         assert [line for line in logs if line["log_level"] == "warning" and "emulated" in line["event"]]
 
 
@@ -196,10 +198,14 @@ async def ready_fields(service: ModelService[Any, Any]) -> dict[str, object]:
     return lifetime.fields
 
 
+def emulation(fields: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if name.startswith("emulated")}
+
+
 async def test_service_that_is_not_emulated_does_not_speak_of_it() -> None:
     """Neither in its description nor in the ready line."""
     service = counting_target()
-    assert "emulated_step_ms" not in await ready_fields(service)
+    assert emulation(await ready_fields(service)) == {}
     assert not service.info.emulated
 
 
