@@ -20,6 +20,7 @@ from paceline.types import MAX_CREDIT, MAX_DRAFT_LENGTH, DraftOrigin, Verificati
 _ON_ABOVE, _OFF_BELOW = 1.03, 1.0  # times plain decoding
 _ROUNDS_PER_CHOICE = 12  # one choice serves so many rounds; sessions choose by turns, each knowing what others chose
 _FIRST_ROUNDS, _ROUNDS_PER_FIRST_CHOICE = 48, 4  # of a session, in which its figures move more
+_ROUNDS_PER_CHOICE_OFF = 48  # while nothing is drafted little is learned, and each choice takes time from all sessions
 _SETTLING_ROUNDS = 2  # behind a switch, whose times are neither the one's nor the other's
 _LONGEST_STAY = 1024  # rounds between two switches of a session; they double with each, from the shortest
 _PROBE_ROUNDS = 4  # with a draft, of one trial of speculation
@@ -120,9 +121,14 @@ class SessionController:
             self._deployment.charge(outcome, is_alone=False)
         elif self._mode is Mode.OFF:
             self._group.clock.tick(sessions=self._deployment.load.all_sessions)
-        rounds_per_choice = _ROUNDS_PER_CHOICE if self._rounds > _FIRST_ROUNDS else _ROUNDS_PER_FIRST_CHOICE
-        if (self._rounds + self._number) % rounds_per_choice == 0 and self._mode is not Mode.BASELINE:
+        if (self._rounds + self._number) % self._rounds_per_choice == 0 and self._mode is not Mode.BASELINE:
             self._choose()
+
+    @property
+    def _rounds_per_choice(self) -> int:
+        if self._mode is Mode.OFF:
+            return _ROUNDS_PER_CHOICE_OFF
+        return _ROUNDS_PER_CHOICE if self._rounds > _FIRST_ROUNDS else _ROUNDS_PER_FIRST_CHOICE
 
     # ---- remote_drafts.DraftCostMeter
 
