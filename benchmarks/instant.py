@@ -57,6 +57,9 @@ class InstantModel:
     def fork(self, cache: InstantCache, length: int) -> InstantCache:
         return InstantCache(length)
 
+    def adopt(self, cache: InstantCache) -> None:
+        """Nothing is held."""
+
     def reserve(self, cache: InstantCache, length: int) -> bool:
         return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import structlog
 
@@ -48,8 +48,7 @@ class Entry(Generic[StateT]):
         return self.session.trunk
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn(Generic[StateT]):
+class _Turn(NamedTuple, Generic[StateT]):
     """One line's part in a step."""
 
     held: Held[Entry[StateT]]
@@ -256,7 +255,7 @@ class Drafter(Generic[StateT]):
             raise PayloadInvalid(f"The committed tokens must be ids of the target, below {session.spec.vocab_size}.")
         can_branch = self._fork_state is not None
         committed = session.commit(command, self._method.max_context, can_branch=can_branch)
-        for state in committed.closed:
+        for state in reversed(committed.closed):
             self._method.close(state)
         if committed.rewound_to is not None:
             self._method.rewind(session.trunk.state, committed.rewound_to)
@@ -303,7 +302,7 @@ class Drafter(Generic[StateT]):
     def _end(self, held: Held[Entry[StateT]]) -> None:
         """Forget the work and the memory of a session that is no longer held."""
         self._dequeue(held)
-        for line in held.state.session.tree.lines:
+        for line in reversed(held.state.session.tree.lines):
             self._method.close(line.state)
 
     def _requeue(self, held: Held[Entry[StateT]]) -> None:

@@ -84,6 +84,11 @@ class Line(Generic[StateT]):
                 return number
         return min(len(self.drafted_ids), len(ids))
 
+    def unsend(self) -> None:
+        """Its own tokens are to be sent again."""
+        is_behind_guess = self.start < len(self.nodes) and self.nodes[self.start].is_guess
+        self.sent = self.start + is_behind_guess
+
     def truncate(self, count: int) -> None:
         """Keep the first `count` tokens alone."""
         del self.nodes[count:], self.drafted_ids[count:]

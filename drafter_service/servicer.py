@@ -117,6 +117,7 @@ def _commit_command(address: Address, message: drafter_pb.Commit, *, vocab_size:
         branches=message.branches,
         fan_out=message.fan_out,
         acceptance=message.acceptance,
+        is_resend=message.resend,
     )
 
 

@@ -5,9 +5,10 @@ Knows nothing of other sessions, of methods, or of how states are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import islice
 from typing import Generic
 
 from drafter_service.likelihood import LEAST_LIKELIHOOD, Sharpness, static_likelihoods
@@ -30,6 +31,7 @@ class Commit:
     branches: int = 0  # most lines besides the likeliest one
     fan_out: int = 0  # most guesses at one position
     acceptance: float = 0.0  # expected, per token; what is likely under `rejection`
+    is_resend: bool = False  # what was sent for what lies behind them has not arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,8 @@ class DraftSession(Generic[StateT]):
         self._acceptance = command.acceptance
         for line in self.tree.lines:
             line.has_nothing = False
+            if command.is_resend:
+                line.unsend()
         self._has_untold_end = False
         return committed
 
@@ -150,35 +154,33 @@ class DraftSession(Generic[StateT]):
             return Urgency.WAITING if self._is_waited_for else Urgency.AHEAD
         if self.needs_ingest:
             return Urgency.INGEST
-        return Urgency.BRANCH if self.branch_wishes() else None
+        return Urgency.BRANCH if any(True for _ in self.branch_wishes()) else None
 
     @property
     def wants_trunk(self) -> bool:
         """Whether the likeliest line wants a part in the next step: to grow, or to catch up."""
         return self.room_of(self.trunk) > 0 or self.needs_ingest
 
-    def branch_wishes(self) -> list[Line[StateT] | Bud[StateT]]:
+    def branch_wishes(self) -> Iterator[Line[StateT] | Bud[StateT]]:
         """The branches that are worth another token, and guesses to open branches behind."""
         if not self.branches:
-            return []
-        growing = [
-            line for line in self.tree.branches if line.likelihood >= LEAST_LIKELIHOOD and self.room_of(line) > 0
-        ]
-        return [*growing, *self._openable_buds()]
+            return
+        for line in self.tree.branches:
+            if line.likelihood >= LEAST_LIKELIHOOD and self.room_of(line) > 0:
+                yield line
+        yield from self._openable_buds()
 
-    def _openable_buds(self) -> list[Bud[StateT]]:
+    def _openable_buds(self) -> Iterator[Bud[StateT]]:
         """The likeliest guesses: as many as there is a place for, or one with a better claim to a place than the least
         likely branch."""
-        if not self.tree.buds:
-            return []
         # Behind the guess there must be room for a token.
-        buds = [bud for bud in self.tree.buds if self.committed_length + bud.index + 1 < self.limit]
+        buds = (bud for bud in self.tree.buds if self.committed_length + bud.index + 1 < self.limit)
         free = self.branches - len(self.tree.branches)
         if free > 0:
-            return buds[:free]
+            return islice(buds, free)
         least_likely = self.tree.least_likely()
         to_exceed = least_likely.entry_likelihood
-        return [bud for bud in buds if bud.likelihood > to_exceed and bud.line is not least_likely][:1]
+        return islice((bud for bud in buds if bud.likelihood > to_exceed and bud.line is not least_likely), 1)
 
     # ---- what came of it
 
@@ -197,15 +199,15 @@ class DraftSession(Generic[StateT]):
     def take_drafted(self) -> Drafted | None:
         """What is to be pushed now, if anything; to be asked again until nothing is.
 
-        A whole draft, or what there is when drafting cannot go on. With branches and credit beyond one draft, each token
-        while the next draft is not out, so that it can be verified as soon as that is worthwhile. All else once it is as
-        many tokens as a draft, or nothing is left to do.
+        A whole draft, or what there is when drafting cannot go on; branches once they are as many tokens as a draft, or
+        nothing is left to do. With branches and credit beyond one draft whatever there is: which of it the verdict will ask
+        for is not known, and what has not arrived by then was drafted for nothing.
         """
         is_trunk_due = self._is_trunk_due()
         if not is_trunk_due and not self._are_branches_due():
             return None
         base_length, digest = self._trunk_end()
-        draft = self.tree.take_unsent(self.trunk) if is_trunk_due or self._is_streaming else None
+        draft = self.tree.take_unsent(self.trunk) if is_trunk_due else None
         # An empty draft with branches would not say that there is nothing to offer.
         is_end = is_trunk_due and draft is None
         unsent = [] if is_end else [line for line in self.tree.branches if line.sent < len(line.nodes)]
@@ -235,15 +237,12 @@ class DraftSession(Generic[StateT]):
     def _is_trunk_due(self) -> bool:
         unsent = len(self.trunk.nodes) - self.trunk.sent
         is_last = not self.room_of(self.trunk) and (unsent > 0 or self._has_untold_end)
-        if self._is_streaming:
-            return is_last or (unsent > 0 and self._is_waited_for)
-        return is_last or (self.trunk.sent == 0 and unsent >= self.draft_length)
+        return is_last or (unsent > 0 if self._is_streaming else self.trunk.sent == 0 and unsent >= self.draft_length)
 
     def _are_branches_due(self) -> bool:
-        """Whether there is as much to send as a draft, or nothing to wait for."""
-        lines = self.tree.lines if self._is_streaming else self.tree.branches
-        unsent = sum(len(line.nodes) - line.sent for line in lines)
-        return unsent > 0 and (unsent >= self.draft_length or self.urgency in (None, Urgency.INGEST))
+        unsent = sum(len(line.nodes) - line.sent for line in self.tree.branches)
+        is_enough = self._is_streaming or unsent >= self.draft_length
+        return unsent > 0 and (is_enough or self.urgency in (None, Urgency.INGEST))
 
     def _trunk_end(self) -> tuple[int, int]:
         """Length and digest of the tokens up to the last of the trunk that is out."""

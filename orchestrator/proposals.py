@@ -7,7 +7,6 @@ of a branch are all one look-up: what continues exactly the tokens committed now
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from paceline.prefix import extend_digest
@@ -28,17 +27,26 @@ class _Run:
     """Tokens that continue one another. `digests[i]` is that of the prefix with the first i of them."""
 
     draft: Draft
+    base_length: int
     digests: tuple[int, ...]  # one more than tokens
-    end_length: int  # of the prefix with all of them
+    is_branch: bool
     arrival: Arrival
+
+    def is_alive(self, committed_length: int, committed_digest: int) -> bool:
+        """Whether it may still continue what is committed: it leads through it, or begins behind it."""
+        index = committed_length - self.base_length
+        return index < 0 or (index < len(self.digests) and self.digests[index] == committed_digest)
 
 
 class ProposalStore:
-    """Invariant: it holds at most `max_runs` runs of at most `max_tokens` tokens in all, and leads to no others."""
+    """Invariant: it holds at most `max_runs` runs of at most `max_tokens` tokens in all, and leads to no others.
 
-    def __init__(self, *, max_runs: int = 512, max_tokens: int = 4096) -> None:
+    Beyond that branches make room, those that begin farthest ahead first: a hole in the likeliest tokens would cost most.
+    """
+
+    def __init__(self, *, max_runs: int = 4096, max_tokens: int = 4096) -> None:
         self._by_prefix: dict[int, tuple[_Run, int]] = {}  # by digest: the run, and how many of its tokens that holds
-        self._runs: deque[_Run] = deque()
+        self._runs: list[_Run] = []
         self._max_runs, self._max_tokens = max_runs, max_tokens
         self._ends: set[int] = set()  # prefixes that the drafter had nothing to offer for, as far as it knew by then
         self._tokens = 0
@@ -62,13 +70,13 @@ class ProposalStore:
         arrival = Arrival(now_s, proposal.draft_time_s, proposal.draft_steps)
         has_nothing = not proposal.draft.ids and not proposal.branches
         if proposal.draft.ids or (has_nothing and proposal.base_length == self._committed_length):
-            self._add_run(proposal.base_length, proposal.prefix_digest, proposal.draft, arrival)
+            self._add_run(proposal.base_length, proposal.prefix_digest, proposal.draft, arrival, is_branch=False)
         elif has_nothing:
             self._ends.add(proposal.prefix_digest)
         for branch in proposal.branches:
             self._add_branch(branch, arrival)
         while len(self._runs) > self._max_runs or self._tokens > self._max_tokens:
-            self._drop_oldest()
+            self._make_room()
 
     def find(self, digest: int, max_length: int) -> Draft | None:
         """The draft that continues the prefix with that digest, of at most `max_length` tokens.
@@ -116,12 +124,19 @@ class ProposalStore:
         found = self._by_prefix.get(digest)
         return found is not None and bool(found[0].draft.ids)
 
-    def prune(self, committed_length: int) -> None:
-        """Drop runs that end before the committed length; those that reach beyond still serve by their rest."""
+    def prune(self, committed_length: int, committed_digest: int) -> None:
+        """Drop what the committed tokens contradict, or have used up; what reaches beyond them serves by its rest.
+
+        Costs time in the runs held.
+        """
         self._committed_length = committed_length
         self._ends.clear()
-        while self._runs and self._runs[0].end_length < committed_length:
-            self._drop_oldest()
+        runs, self._runs = self._runs, []
+        for run in runs:
+            if run.is_alive(committed_length, committed_digest):
+                self._runs.append(run)
+            else:
+                self._forget(run)
 
     def clear(self) -> None:
         self._by_prefix.clear()
@@ -131,20 +146,30 @@ class ProposalStore:
 
     def _add_branch(self, branch: Branch, arrival: Arrival) -> None:
         if branch.draft.ids and branch.base_length + len(branch.draft) > self._committed_length:
-            self._add_run(branch.base_length, branch.prefix_digest, branch.draft, arrival)
+            self._add_run(branch.base_length, branch.prefix_digest, branch.draft, arrival, is_branch=True)
 
-    def _add_run(self, base_length: int, prefix_digest: int, draft: Draft, arrival: Arrival) -> None:
+    def _add_run(
+        self, base_length: int, prefix_digest: int, draft: Draft, arrival: Arrival, *, is_branch: bool
+    ) -> None:
         digests = [prefix_digest]
         for token_id in draft.ids:
             digests.append(extend_digest(digests[-1], token_id))
-        run = _Run(draft, tuple(digests), base_length + len(draft), arrival)
-        for offset, digest in enumerate(digests[:-1] or digests):
-            self._by_prefix.setdefault(digest, (run, offset))
-        self._runs.append(run)
-        self._tokens += len(draft)
+        run = _Run(draft, base_length, tuple(digests), is_branch, arrival)
+        found = [
+            self._by_prefix.setdefault(digest, (run, offset)) for offset, digest in enumerate(digests[:-1] or digests)
+        ]
+        # What was sent again may all be here: it would take up room, and not be found even when the older run is gone.
+        if any(other is run for other, _ in found):
+            self._runs.append(run)
+            self._tokens += len(draft)
 
-    def _drop_oldest(self) -> None:
-        run = self._runs.popleft()
+    def _make_room(self) -> None:
+        branches = [run for run in self._runs if run.is_branch] or self._runs
+        farthest = max(branches, key=lambda run: run.base_length)
+        self._runs.remove(farthest)
+        self._forget(farthest)
+
+    def _forget(self, run: _Run) -> None:
         self._tokens -= len(run.draft)
         for digest in run.digests:
             found = self._by_prefix.get(digest)

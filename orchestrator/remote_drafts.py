@@ -112,6 +112,7 @@ class RemoteDrafts:
         self._last_commit: _Commit | None = None
         self._sent_length = 0
         self._waiting: _Waiting | None = None  # a round, for its draft
+        self._is_hole = False  # what is wanted next did not come at all: it may never have arrived
         self._misses = 0
         self._rounds_to_skip = 0
         self._useless_seats = 0  # in a row
@@ -138,7 +139,7 @@ class RemoteDrafts:
         self._seats.ask(self._spec.session_id, self, tokens=self._spec.prompt_length)
 
     def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
-        self._store.prune(len(prefix))
+        self._store.prune(len(prefix), prefix.digest())
         self._last_commit = _Commit(prefix, len(prefix), order)
         if order.is_due:
             self._send_commit(self._last_commit)
@@ -322,7 +323,10 @@ class RemoteDrafts:
 
     def _note_late(self, digest: int) -> None:
         """Short waits may well be in vain; a drafter that says nothing at all for long is not waited for again so soon."""
-        if self._store.arrival(digest) is None and time.perf_counter() - self._heard_s >= _SILENT_S:
+        if self._store.arrival(digest) is not None:
+            return
+        self._is_hole = True
+        if time.perf_counter() - self._heard_s >= _SILENT_S:
             self._misses += 1
             self._rounds_to_skip = min(2**self._misses, 64)
 
@@ -340,9 +344,11 @@ class RemoteDrafts:
                 branches=commit.order.branches,
                 fan_out=commit.order.fan_out,
                 acceptance=commit.order.acceptance,
+                resend=self._is_hole,
             )
         )
         self._sent_length = commit.base_length
+        self._is_hole = False
 
     def _fits(self, client: DrafterClient, length: int) -> bool:
         """Whether the drafter can hold the session now. One that cannot hold so many tokens never will."""

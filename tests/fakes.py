@@ -83,6 +83,9 @@ class FakeModel:
     def fork(self, cache: FakeCache, length: int) -> FakeCache:
         return FakeCache(self.memory.fork(cache.table, length))
 
+    def adopt(self, cache: FakeCache) -> None:
+        self.memory.adopt(cache.table)
+
     def reserve(self, cache: FakeCache, length: int) -> bool:
         copies = self.memory.reserve(cache.table, length)
         size = self.memory.block_size
@@ -328,7 +331,7 @@ class LocalDrafts:
         self._sent_length = 0
 
     def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
-        self.store.prune(len(prefix))
+        self.store.prune(len(prefix), prefix.digest())
         if self._sent_length == 0:
             self._receive(self.drafter.accept(Open(self._address, self._spec, tuple(prefix.ids))))
             self._sent_length = len(prefix)

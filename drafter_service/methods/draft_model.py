@@ -35,7 +35,7 @@ _SILENT_S = 2.0  # without work; a round takes less, unless a target or an orche
 class SharedTokens(Generic[CacheT]):
     """What all states of one session have in common: its committed tokens, their history, and its age.
 
-    `states` are those that are open, in the order of opening: the first has the session's own rank by age.
+    `states` are those that are open, in the order of opening: the first is the session's own, all others are branches'.
     """
 
     def __init__(self, session: DraftView, *, opened: int, clock: Callable[[], float]) -> None:
@@ -159,7 +159,11 @@ class DraftModelMethod(Generic[CacheT]):
 
     def close(self, state: DraftState[CacheT]) -> None:
         self._holders.pop(state.number, None)
-        state.shared.states.remove(state)
+        open_states = state.shared.states
+        open_states.remove(state)
+        if open_states:
+            # A branch may have become the session's own line; before the release, so that one of them always counts.
+            self._model.adopt(open_states[0].cache)
         self._model.release(state.cache)
 
     def _wish(self, work: DraftWork[DraftState[CacheT]]) -> Wish[CacheT]:

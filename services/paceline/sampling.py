@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -495,8 +496,7 @@ def _draw_from_top(log_probs: Tensor, seed: int, position: int, max_entries: int
     return int(distribution.ids[entry]), distribution
 
 
-@dataclass(frozen=True, slots=True)
-class DraftChoice:
+class DraftChoice(NamedTuple):
     """A draft token, what it was drawn from under `rejection`, and the likeliest tokens in its place.
 
     `likelihood` and the second of each guess are estimates that the token turns out to be the right one; what they leave
@@ -510,8 +510,7 @@ class DraftChoice:
     guesses: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftRow:
+class DraftRow(NamedTuple):
     """One place for a draft token: the drafter's row of logits there, and what the token continues."""
 
     logits: Tensor  # [vocab_size], the drafter's own

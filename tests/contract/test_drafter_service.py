@@ -426,6 +426,7 @@ any_commit = st.builds(
     committed_ids=id_lists,
     draft_length=st.integers(0, 5) | uint32s,
     credit=st.integers(0, 8) | uint32s,
+    resend=st.booleans(),
 )
 any_command = st.builds(
     lambda session_id, epoch, command: drafter_pb.DrafterCommand(session_id=session_id, epoch=epoch, **command),
@@ -454,9 +455,10 @@ legal_rounds = st.builds(
                     branches=branches,
                     fan_out=2,
                     acceptance=0.5,
+                    resend=resend,
                 ),
             )
-            for more, draft_length, credit, branches in commits
+            for more, draft_length, credit, branches, resend in commits
         ),
     ],
     st.lists(token_ids, min_size=1, max_size=8),
@@ -464,7 +466,7 @@ legal_rounds = st.builds(
     st.sampled_from([COUPLED, REJECTION]),
     legal_sampling,
     st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 9), st.sampled_from([0, 0, 3])),
+        st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 9), st.sampled_from([0, 0, 3]), st.booleans()),
         min_size=1,
         max_size=4,
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -400,11 +401,51 @@ def test_truncation_and_release_leave_forks_alone() -> None:
     pool.release(table)
     pool.release(first)
     pool.check()
-    assert pool.held_tokens == 8
+    assert pool.free_tokens == 32 - 8
     pool.truncate(second, 6)
     assert grow(pool, second, 8) == []
     pool.release(second)
-    assert pool.held_tokens == 0
+    assert pool.free_tokens == 32
+
+
+def test_what_forks_alone_hold_counts_as_held_once_they_are_adopted() -> None:
+    """It is not free before that either. Forks of an adopted one are forks like any other."""
+    pool = Pool()
+    table = a_table(pool, 8)
+    first, second = fork(pool, table, 6), fork(pool, table, 8)
+    operations: list[Callable[[], object]] = [
+        lambda: grow(pool, first, 9),  # two blocks of its own, one of them a copy
+        lambda: grow(pool, second, 9),
+        lambda: pool.adopt(first),
+        lambda: pool.release(table),
+        lambda: pool.adopt(first),  # changes nothing
+        lambda: grow(pool, fork(pool, first, 8), 12),
+        lambda: pool.release(second),
+        lambda: pool.truncate(first, 8),
+        lambda: grow(pool, first, 12),
+    ]
+    figures = []
+    for operation in operations:
+        operation()
+        pool.check()
+        figures.append((pool.held_tokens // BLOCK, pool.free_tokens // BLOCK))
+    assert figures == [(2, 4), (2, 3), (4, 3), (3, 3), (3, 3), (3, 2), (3, 4), (2, 5), (3, 4)]
+
+
+def test_adopted_fork_stays_adopted_when_it_gives_up_its_memory() -> None:
+    """What it takes later counts as well, shared prefixes included; what a fork takes over does not."""
+    pool = Pool()
+    table = a_table(pool, 8, shared=PROMPT)
+    adopted, other = fork(pool, table, 8), fork(pool, table, 8)
+    pool.adopt(adopted)
+    for each in (table, adopted, other):
+        pool.release(each)
+    assert pool.reuse_prefix(other, PROMPT) == 8
+    pool.check()
+    assert (pool.held_tokens, pool.free_tokens) == (0, 24)
+    assert pool.reuse_prefix(adopted, PROMPT) == 8
+    assert grow(pool, adopted, 12) == []
+    assert (pool.held_tokens, pool.free_tokens) == (12, 20)
 
 
 def test_fork_of_a_shared_prefix_goes_on_with_it() -> None:
@@ -455,6 +496,7 @@ class Written:
 
     table: BlockTable
     text: bytes
+    is_fork: bool = False
 
 
 @dataclass
@@ -483,14 +525,25 @@ class Simulation:
             self._open(session)
         else:
             self.random.choices(
-                [self._step, self._truncate, self._share, self._reuse, self._preempt, self._close, self._fork],
-                weights=[6, 4, 6, 3, 1, 4, 3],
+                [
+                    self._step,
+                    self._truncate,
+                    self._share,
+                    self._reuse,
+                    self._preempt,
+                    self._close,
+                    self._fork,
+                    self._adopt,
+                ],
+                weights=[6, 4, 6, 3, 1, 4, 3, 1],
             )[0](session)
         self.look_over()
 
     def look_over(self) -> None:
         """Each table reads back its own tokens, and the pool is as its invariant says."""
         self.pool.check()
+        owned = {block for session in self.sessions if not session.is_fork for block in session.table.blocks}
+        assert self.pool.held_tokens == len(owned) * self.pool.block_size
         for session in self.sessions:
             table, size = session.table, self.pool.block_size
             read = [self.memory[table.blocks[position // size]][position % size] for position in range(table.length)]
@@ -578,8 +631,14 @@ class Simulation:
         """At its end or anywhere before; other tokens follow, or the same."""
         length = self.random.choice([session.table.length, self.random.randint(0, session.table.length)])
         text = session.text if self.random.random() < 0.3 else session.text[:length]
-        self.sessions.append(Written(self.pool.fork(session.table, length), text))
+        self.sessions.append(Written(self.pool.fork(session.table, length), text, is_fork=True))
         self.seen["forks"] += length > 0
+
+    def _adopt(self, session: Written) -> None:
+        """A fork, or one that is none."""
+        self.seen["adoptions"] += session.is_fork and session.table.length > 0
+        self.pool.adopt(session.table)
+        session.is_fork = False
 
     def _close(self, session: Written) -> None:
         """Whatever it was at, and whatever it had reserved."""
@@ -609,4 +668,4 @@ def test_random_sessions_read_back_their_own_tokens() -> None:
         assert (simulation.pool.held_tokens, simulation.pool.free_tokens) == (0, num_blocks * 2)
         seen += simulation.seen
         seen.update(reused=simulation.pool.reused_tokens, evicted=simulation.pool.evicted_blocks)
-    assert all(seen[event] >= 100 for event in ("full", "copies", "forks", "reused", "evicted")), seen
+    assert all(seen[event] >= 100 for event in ("full", "copies", "forks", "adoptions", "reused", "evicted")), seen

@@ -322,12 +322,12 @@ def test_fewer_branches_ordered_close_the_least_likely() -> None:
     """At once, with their memory."""
     bench = opened(branches=7, fan_out=3)
     kept = sorted(bench.session().tree.branches, key=lambda line: -line.entry_likelihood)[:2]
-    held_tokens = bench.model.memory.held_tokens
+    free_tokens = bench.model.memory.free_tokens
     bench.commit("a", branches=2)
     assert set(bench.session().tree.branches) == set(kept)
     bench.commit("a", branches=0)
     assert len(bench.lines()) == 1
-    assert bench.model.memory.held_tokens < held_tokens
+    assert bench.model.memory.free_tokens > free_tokens
 
 
 def test_a_method_that_cannot_branch_keeps_one_line() -> None:
@@ -392,8 +392,7 @@ def test_what_is_committed_teaches_how_sure_the_method_may_be() -> None:
 
 
 def test_a_draft_that_is_waited_for_is_pushed_token_by_token() -> None:
-    """With credit beyond it and branches: it can be verified as soon as that is worthwhile. Then as many at a time as a
-    draft has, and the rest when nothing is left to do."""
+    """With credit beyond it and branches: it can be verified as soon as that is worthwhile."""
     bench = Bench()
     bench.open(spec(VerificationRule.COUPLED))
     bench.commit("a", draft_length=3, credit=9)
@@ -461,7 +460,7 @@ def test_that_there_is_nothing_more_to_offer_is_said_once_and_by_itself() -> Non
     drafter = Drafter(EndingMethod(), SessionTable[Entry[None]](max_sessions=1, idle_ttl_s=1e9))
     address = Address(0, "a", 1)
     drafter.accept(Open(address, spec(VerificationRule.COUPLED), PROMPT))
-    order = {"draft_length": 3, "credit": 6, "branches": 3, "fan_out": 1}
+    order: dict[str, Any] = {"draft_length": 3, "credit": 6, "branches": 3, "fan_out": 1}
     drafter.accept(Commit(address=address, base_length=len(PROMPT), committed_ids=(), **order))
     pushed = list[Drafted]()
     while drafter.has_work():
@@ -479,6 +478,79 @@ def test_steps_are_counted_with_the_time_they_took() -> None:
     assert sum(drafted.draft_time_s for drafted in bench.pushed) == pytest.approx(
         sum(report.seconds for report in bench.reports)
     )
+
+
+Sent = list[tuple[int, DraftedToken]]
+"""Drafted tokens, each with the digest of all tokens before it."""
+
+
+def sent_by(pushed: Sequence[Drafted]) -> Sent:
+    sent: Sent = []
+    for run in [run for drafted in pushed for run in runs_of(drafted)]:
+        digest = run.prefix_digest
+        for token in run.tokens:
+            sent.append((digest, token))
+            digest = extend_digest(digest, token.token_id)
+    return sent
+
+
+def sent_of(bench: Bench) -> Sent:
+    """What all lines together have drafted behind the committed tokens, guesses left out."""
+    drafted: Sent = []
+    for line in lines_of(bench):
+        digests = [digest_of(bench.committed["a"]), *(node.digest for node in line.nodes)]
+        own = zip(digests[line.start :], line.nodes[line.start :], strict=False)
+        drafted += [(digest, node.drafted) for digest, node in own if not node.is_guess]
+    return drafted
+
+
+def by_digest(sent: Sent) -> Sent:
+    return sorted(sent, key=lambda each: each[0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("order", [{"draft_length": 3, "credit": 9}, {"draft_length": 4, "credit": 4}])
+@pytest.mark.parametrize("outcome", ["nothing new", "a part of the draft", "a branch"])
+def test_what_was_sent_is_sent_again_when_asked_for(
+    rule: VerificationRule, order: dict[str, int], outcome: str
+) -> None:
+    """The same tokens behind the same prefixes, of the draft and of all branches that live on, each once."""
+    bench = opened(rule, branches=5, fan_out=3, **order)
+    new = {"nothing new": (), "a part of the draft": bench.lines()[0][:1], "a branch": bench.branch()[1]}[outcome]
+    first = sent_by(bench.pushed)
+    again = sent_by([*bench.commit("a", new, credit=0, is_resend=True), *bench.work()])
+    assert sent_of(bench), "there is something to be sent again"
+    assert by_digest(again) == by_digest(sent_of(bench))
+    assert all(any(digest == other and token is same for other, same in first) for digest, token in again)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_is_sent_twice_unless_asked_for(rule: VerificationRule) -> None:
+    """Not behind a commit that asked for all, either: that counts once."""
+    bench = opened(rule, branches=5, fan_out=3)
+    bench.commit("a", bench.branch()[1], is_resend=True)
+    bench.work()
+    asked = len(bench.pushed)
+    for _ in range(3):
+        bench.commit("a", bench.lines()[0][:2], is_resend=False)
+        bench.work()
+    digests = [digest for digest, _ in sent_by(bench.pushed[asked:])]
+    assert digests
+    assert len(digests) == len(set(digests))
+    assert not set(digests) & {digest for digest, _ in sent_by(bench.pushed[:asked])}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_branches_and_credit_beyond_one_draft_nothing_waits_to_be_sent(rule: VerificationRule) -> None:
+    """Behind each step: which of it the verdict will ask for is not known."""
+    bench = Bench()
+    bench.open(spec(rule))
+    for _ in range(3):
+        bench.commit("a", bench.lines()[0][:2], draft_length=4, credit=9, branches=5, fan_out=3)
+        while bench.drafter.has_work():
+            bench.step()
+            assert all(line.sent == len(line.nodes) for line in lines_of(bench))
+    assert len(bench.lines()) == 6
 
 
 # ---- rejection: shapes, never values (design 3.3) -------------------------------------------------------------------
@@ -552,7 +624,7 @@ def test_after_any_history_every_token_is_what_its_prefix_gives_from_scratch(rul
             bench.work()
             assert len(bench.lines(name)[0]) >= 2
             bench.close(name)
-        assert bench.model.memory.held_tokens == 0
+        assert bench.model.memory.free_tokens == bench.model.memory.capacity_tokens
     assert hits > 5, "the histories are what they are meant to be"
     assert preemptions > 5
 
@@ -591,7 +663,7 @@ def test_a_fault_behind_a_guess_closes_that_branch_alone(monkeypatch: pytest.Mon
     assert bench.lines() == [bench.lines()[0]]
     assert len(bench.lines()[0]) == 9
     bench.close("a")
-    assert bench.model.memory.held_tokens == 0
+    assert bench.model.memory.free_tokens == bench.model.memory.capacity_tokens
 
 
 # ---- through the loop -----------------------------------------------------------------------------------------------
@@ -646,3 +718,59 @@ async def test_more_guesses_are_right_more_often(rule: VerificationRule) -> None
         assert rates[2] > 0.6
         session_spec = spec_of(prompt_length=3, vocab_size=WIDE, rule=rule)
         assert texts == [target_alone(WIDE_TARGET, session_spec, (1, 2, 3), TEXT_LENGTH)] * 4
+
+
+# ---- room at the drafter --------------------------------------------------------------------------------------------
+
+
+def crowded() -> Bench:
+    """A memory of 256 tokens that counts at admission, as at a drafter."""
+    bench = Bench(num_blocks=64, block_size=4)
+    bench.sessions = SessionTable(
+        max_sessions=100,
+        idle_ttl_s=1e9,
+        pending_tokens_of=lambda entry: bench.method.pending_tokens(entry.state, entry.view),
+        held_tokens=lambda: bench.method.memory.held_tokens,
+        kv_capacity_tokens=bench.method.memory.capacity_tokens,
+    )
+    bench.drafter = Drafter(bench.method, bench.sessions)
+    return bench
+
+
+def join(bench: Bench, name: str) -> None:
+    """A session of 16 tokens with as many branches as come up, which drafts until it has no credit left."""
+    randomness = random.Random(name)
+    ids = [randomness.randrange(VOCAB_SIZE) for _ in range(16)]
+    bench.open(spec(VerificationRule.COUPLED, session_id=name, seed=ord(name)), ids)
+    bench.commit(name, branches=15, fan_out=4, credit=9)
+    bench.work()
+
+
+def test_branches_take_no_room_from_new_sessions() -> None:
+    """They fill all memory, and eight sessions find room that the branches give up: each has its whole draft. As many
+    tokens are used as the likeliest lines hold, in whole blocks."""
+    bench = crowded()
+    least_free = bench.model.memory.free_tokens
+    for joined, name in enumerate("abcdefgh", start=1):
+        join(bench, name)
+        least_free = min(least_free, bench.model.memory.free_tokens)
+        assert len(bench.lines(name)[0]) == 9
+        assert bench.sessions.kv_used_tokens <= joined * (16 + 12)
+    assert least_free < 16 + 9, "without the branches' room the last session would not have fitted"
+    assert bench.drafter.preemptions > 0
+
+
+def test_a_grafted_branch_takes_room_like_any_session() -> None:
+    """What the branch holds counts from the commit that makes it the session's own line, until the session closes."""
+    bench = crowded()
+    join(bench, "a")
+    branch, outcome = max((bench.branch(number) for number in range(1, 16)), key=lambda pair: len(pair[1]))
+    cache = branch.state.cache
+    assert bench.sessions.kv_used_tokens < bench.model.memory.capacity_tokens - bench.model.memory.free_tokens
+    bench.commit("a", outcome, credit=0, branches=0)
+    assert bench.session().trunk is branch
+    in_whole_blocks = -(-cache.length // 4) * 4
+    assert bench.model.memory.held_tokens == in_whole_blocks
+    assert bench.model.memory.free_tokens == bench.model.memory.capacity_tokens - in_whole_blocks
+    bench.close("a")
+    assert (bench.sessions.kv_used_tokens, bench.model.memory.free_tokens) == (0, 256)

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from drafter_service.drafter import Drafter, DrafterEvent
+from drafter_service.methods.draft_model import DraftModelMethod
+from drafter_service.servicer import proposal_of
+from drafter_service.session import Commit, Drafted
 from orchestrator.board import Replica
 from orchestrator.drafting import DraftsWithFallback, NoDrafts
 from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan
 from orchestrator.pool import Seat
-from orchestrator.proposals import Arrival
+from orchestrator.proposals import Arrival, ProposalStore
 from orchestrator.remote_drafts import RemoteDrafts, SeatTaker
 from orchestrator.stall import StallMeter
 from paceline.errors import Draining, LengthMismatch, PacelineError, PayloadInvalid, QueueFull
 from paceline.lookup.ngram import NgramIndex
 from paceline.prefix import TokenPrefix
-from paceline.types import Draft, DraftOrigin, ModelInfo
+from paceline.sessions import Address, Open, SessionTable
+from paceline.types import Draft, DraftOrigin, ModelInfo, VerificationRule
 from paceline.v1 import drafter_service_pb2 as drafter_pb
-from paceline.wire import failure_to_proto
+from paceline.wire import failure_to_proto, open_from_proto, proposal_to_proto
 from tests.fakes import FakeModel, fake_info, hashed_logits, spec_of
 
 PERIODIC = TokenPrefix((7, 8, 9, 7, 8))
@@ -499,6 +507,151 @@ async def test_a_commit_that_is_not_due_is_sent_with_the_next_one_that_is() -> N
     sent = client.sent[-1].commit
     assert (sent.base_length, list(sent.committed_ids)) == (8, [5, 6, 7, 8])
     assert (sent.draft_length, sent.credit, sent.branches, sent.fan_out, sent.acceptance) == (3, 7, 2, 1, 0.5)
+
+
+def resends(client: FakeClient) -> list[bool]:
+    """Of each commit that was sent: whether it asks for all to be sent again."""
+    return [command.commit.resend for command in client.sent if command.WhichOneof("command") == "commit"]
+
+
+async def test_what_did_not_come_at_all_is_asked_for_again_once() -> None:
+    """With the next commit that is sent. What came for later tokens meanwhile is joined on."""
+    client, prefix = FakeClient(), TokenPrefix(NEW.ids)
+    drafts = remote_drafts(client)
+    drafts.commit(prefix, ORDER)
+    drafts.on_event(drafted(prefix, 8, 9, behind=(5, 6, 7)))
+    assert await drafts.draft(prefix, wanted(2, patience_s=0.001)) is None
+    prefix.extend([5])
+    drafts.commit(prefix, DraftOrder(is_due=False))
+    assert resends(client) == [False]
+    drafts.commit(prefix, ORDER)
+    assert resends(client) == [False, True]
+    drafts.on_event(drafted(prefix, 6, 7))
+    assert await asyncio.wait_for(drafts.draft(prefix, wanted(4)), 5) == Draft((6, 7, 8, 9))
+    for token_id in (6, 7):
+        prefix.extend([token_id])
+        drafts.commit(prefix, ORDER)
+    assert resends(client) == [False, True, False, False]
+
+
+@pytest.mark.parametrize("ids", [(5,), ()], ids=["too few tokens", "nothing to offer"])
+async def test_a_late_round_with_an_answer_asks_for_nothing_again(ids: tuple[int, ...]) -> None:
+    """What has come has arrived, though it is not enough; the rest is on its way."""
+    client, prefix = FakeClient(), TokenPrefix(NEW.ids)
+    drafts = remote_drafts(client)
+    drafts.commit(prefix, ORDER)
+    waiting = asyncio.ensure_future(drafts.draft(prefix, wanted(4, patience_s=0.005)))
+    await asyncio.sleep(0)
+    drafts.on_event(drafted(prefix, *ids))
+    assert await asyncio.wait_for(waiting, 5) == Draft(ids)
+    prefix.extend([5])
+    drafts.commit(prefix, ORDER)
+    assert resends(client) == [False, False]
+
+
+async def test_a_round_that_did_not_wait_to_the_end_asks_for_nothing_again() -> None:
+    """Nothing was there at a glance, or its draft came while it waited: nothing says that anything was lost."""
+    client, prefix = FakeClient(), TokenPrefix(NEW.ids)
+    drafts = remote_drafts(client)
+    drafts.commit(prefix, ORDER)
+    assert await drafts.draft(prefix, wanted(4, enough_length=0)) is None
+    prefix.extend([5])
+    drafts.commit(prefix, ORDER)
+    waiting = asyncio.ensure_future(drafts.draft(prefix, wanted(1)))
+    await asyncio.sleep(0)
+    drafts.on_event(drafted(prefix, 6))
+    assert await asyncio.wait_for(waiting, 5) == Draft((6,))
+    prefix.extend([9])
+    drafts.commit(prefix, ORDER)
+    assert resends(client) == [False, False, False]
+
+
+LOGITS = hashed_logits(10)
+WIDE = DraftOrder(draft_length=2, credit=6, branches=3, fan_out=2)
+
+
+@dataclass
+class NearbyDrafter(FakeClient):
+    """A drafter in this process; what it pushes is handed on by `work`, or lost."""
+
+    lost: int = 0  # tokens of the likeliest line
+
+    def __post_init__(self) -> None:
+        method = DraftModelMethod(FakeModel(LOGITS, vocab_size=10), distribution_entries=10)
+        self._drafter = Drafter(method, SessionTable[Any](max_sessions=1, idle_ttl_s=1e9))
+        self._received = 0
+
+    def work(self, drafts: RemoteDrafts, *, is_losing: bool) -> None:
+        """Do all that was asked for since the last time."""
+        for command in self.sent[self._received :]:
+            self._pass_on(self._drafter.accept(self._command_of(command)), drafts, is_losing=is_losing)
+        self._received = len(self.sent)
+        while self._drafter.has_work():
+            self._pass_on(self._drafter.step(), drafts, is_losing=is_losing)
+
+    def _pass_on(self, events: Sequence[DrafterEvent], drafts: RemoteDrafts, *, is_losing: bool) -> None:
+        for event in events:
+            assert isinstance(event.outcome, Drafted), event.outcome
+            self.lost += is_losing * len(event.outcome.tokens)
+            if not is_losing:
+                proposal = proposal_to_proto(proposal_of(event.outcome))
+                drafts.on_event(drafter_pb.DrafterEvent(session_id="session", epoch=1, proposal=proposal))
+
+    @staticmethod
+    def _command_of(command: drafter_pb.DrafterCommand) -> Open | Commit:
+        address = Address(0, command.session_id, command.epoch)
+        if command.WhichOneof("command") == "open":
+            return Open(address, *open_from_proto(command.session_id, command.open, vocab_size=10))
+        message = command.commit
+        return Commit(
+            address=address,
+            base_length=message.base_length,
+            committed_ids=tuple(message.committed_ids),
+            draft_length=message.draft_length,
+            credit=message.credit,
+            branches=message.branches,
+            fan_out=message.fan_out,
+            is_resend=message.resend,
+        )
+
+
+async def tokens_found(drafter: NearbyDrafter, *, rounds: int, losing: Sequence[int] = ()) -> list[int]:
+    """Of the draft of each round; all of them are right, and one more is emitted. What is pushed in some rounds is lost."""
+    seats, found, prefix = FakeSeats(), list[int](), TokenPrefix(NEW.ids)
+    drafts = RemoteDrafts(seats, spec_of(prompt_length=4, vocab_size=10, rule=VerificationRule.GREEDY))
+    drafts.ask()
+    seats.give(drafts, drafter)
+    for number in range(rounds):
+        drafts.commit(prefix, WIDE)
+        drafter.work(drafts, is_losing=number in losing)
+        draft = await drafts.draft(prefix, wanted(2, patience_s=0.001)) or Draft()
+        found.append(len(draft))
+        for token_id in (*draft.ids, None):
+            prefix.extend([right := max(range(10), key=LOGITS(prefix.ids).__getitem__)])
+            assert token_id in (right, None)
+    return found
+
+
+async def test_proposals_that_are_lost_on_the_way_cost_two_rounds() -> None:
+    """The one that waits for them in vain, and at most the next, whose commit asks for them again."""
+    drafter = NearbyDrafter()
+    found = await tokens_found(drafter, rounds=12, losing=(0, 5))
+    assert drafter.lost > 0
+    assert found[0] == 0
+    assert all(earlier + later > 0 for earlier, later in pairwise(found))
+    assert sum(found) >= 16
+    assert sum(resends(drafter)) == found.count(0)
+
+
+@pytest.mark.parametrize("max_runs", [2, 3])
+async def test_what_a_store_had_no_room_for_costs_two_rounds(max_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted tokens beyond its bounds are dropped; once they are wanted and missing, they are asked for again."""
+    monkeypatch.setattr("orchestrator.remote_drafts.ProposalStore", partial(ProposalStore, max_runs=max_runs))
+    drafter = NearbyDrafter()
+    found = await tokens_found(drafter, rounds=24)
+    assert 0 in found, "the store drops what is wanted later"
+    assert all(earlier + later > 0 for earlier, later in pairwise(found))
+    assert sum(resends(drafter)) >= found[:-1].count(0)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from drafter_service.lines import Bud, Line, LineTree
+from drafter_service.lines import Bud, Line, LineTree, Run
 from drafter_service.method import DraftedToken, DraftView, Guess
 from paceline.prefix import TokenPrefix
 from tests.fakes import spec_of
@@ -167,6 +167,73 @@ def test_a_branch_whose_parent_is_closed_first_sends_its_own() -> None:
     assert run is not None
     assert (run.base_length, run.prefix_digest) == (5, TokenPrefix((*PROMPT, 10, 21)).digest())
     assert [token.token_id for token in run.tokens] == [22]
+
+
+def taken(tree: LineTree[State]) -> list[Run | None]:
+    """What each line sends now."""
+    return [tree.take_unsent(line) for line in tree.lines]
+
+
+def taken_again(tree: LineTree[State]) -> list[tuple[int, list[int]] | None]:
+    """What each line sends once it is unsent, if anything: where it begins, and its tokens. Digests are checked."""
+    for line in tree.lines:
+        line.unsend()
+    runs = list[tuple[int, list[int]] | None]()
+    for line, run in zip(tree.lines, taken(tree), strict=True):
+        if run is None:
+            runs.append(None)
+            continue
+        ids = [*tree.prefix.ids, *line.drafted_ids]
+        assert run.prefix_digest == TokenPrefix(ids[: run.base_length]).digest()
+        runs.append((run.base_length, [token.token_id for token in run.tokens]))
+    return runs
+
+
+def test_what_is_unsent_is_sent_again() -> None:
+    """By the line that it is the own of, whether it was the trunk or a branch; a guess is not sent this time either."""
+    tree, _, twig = fork_like_tree()
+    first = taken(tree)
+    assert taken_again(tree) == [(3, [10, 11, 12]), (5, [22]), (6, [43])]
+    assert taken(tree) == [None] * 3
+    twig.unsend()
+    assert taken(tree) == [None, None, first[2]]
+    grow(tree, tree.trunk, 13)
+    assert taken_again(tree)[0] == (3, [10, 11, 12, 13])
+
+
+def test_a_branch_with_nothing_behind_its_guess_has_nothing_to_send_again() -> None:
+    """Nor has a trunk without tokens."""
+    tree = new_tree()
+    assert taken_again(tree) == [None]
+    grow(tree, tree.trunk, 10, (20,))
+    branch_of(tree, 20)
+    assert taken_again(tree) == [(3, [10]), None]
+
+
+def test_a_grafted_branch_sends_all_behind_the_commit_again() -> None:
+    """Its guess is committed, so nothing else of it is anyone's to send."""
+    tree, branch, _ = fork_like_tree()
+    taken(tree)
+    tree.commit([10, 21])
+    assert taken_again(tree) == [(5, [22]), (6, [43])]
+    grow(tree, branch, 23)
+    assert taken_again(tree) == [(5, [22, 23]), (6, [43])]
+    tree.commit([42])
+    assert taken_again(tree) == [(6, [43])]
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_what_a_part_of_was_committed_sends_the_rest_again(is_sent: bool) -> None:
+    """Behind the committed tokens; a branch whose guess is the next token begins behind that all the same."""
+    tree, *_ = fork_like_tree()
+    if is_sent:
+        taken(tree)
+    tree.commit([10])
+    assert taken_again(tree) == [(4, [11, 12]), (5, [22]), (6, [43])]
+    tree.commit([11])
+    assert taken_again(tree) == [(5, [12])]
+    tree.commit([99])
+    assert taken_again(tree) == [None]
 
 
 def test_closing_a_branch_closes_what_grows_out_of_it() -> None:

@@ -37,9 +37,13 @@ def as_branch(pushed: Proposal) -> Proposal:
     return replace(pushed, draft=Draft(), branches=(branch,))
 
 
-def store_with(*proposals: Proposal, committed_length: int = len(COMMITTED), max_runs: int = 256) -> ProposalStore:
+def prune(store: ProposalStore, committed: Sequence[int]) -> None:
+    store.prune(len(committed), digest_of(committed))
+
+
+def store_with(*proposals: Proposal, committed: Sequence[int] = COMMITTED, max_runs: int = 256) -> ProposalStore:
     store = ProposalStore(max_runs=max_runs)
-    store.prune(committed_length)
+    prune(store, committed)
     for each in proposals:
         store.add(each)
     return store
@@ -121,7 +125,7 @@ def test_nothing_to_offer_counts_for_the_committed_tokens_alone() -> None:
     assert found(store, COMMITTED) == ()
     assert not store.continues(digest_of(COMMITTED))
     assert found(store, ahead) is None
-    store.prune(len(ahead))
+    prune(store, ahead)
     assert found(store, ahead) is None
     store.add(proposal(ahead, ()))
     assert found(store, ahead) == ()
@@ -129,7 +133,7 @@ def test_nothing_to_offer_counts_for_the_committed_tokens_alone() -> None:
 
 def test_nothing_to_offer_at_the_end_of_a_draft_leaves_the_draft_as_it_is() -> None:
     """It ends there."""
-    store = store_with(proposal(COMMITTED, (1, 2)), committed_length=5)
+    store = store_with(proposal(COMMITTED, (1, 2)), committed=(*COMMITTED, 1, 2))
     store.add(proposal((*COMMITTED, 1, 2), ()))
     assert found(store, COMMITTED) == (1, 2)
 
@@ -138,21 +142,53 @@ def test_what_ends_before_the_committed_tokens_is_dropped() -> None:
     """What reaches to them or beyond still serves by its rest."""
     store = store_with(proposal((5, 6), (7, 8)), proposal(COMMITTED, (8, 1)), proposal((*COMMITTED, 8, 1), (2,)))
     assert len(store) == 3
-    store.prune(5)
+    prune(store, (*COMMITTED, 8, 1))
     assert len(store) == 2
     assert found(store, (*COMMITTED, 8, 1)) == (2,)
-    store.prune(7)
+    prune(store, (*COMMITTED, 8, 1, 2, 3))
     assert len(store) == 0
 
 
-def test_the_store_is_bounded() -> None:
-    """The oldest make room for the newest, also where they stand on the same tokens."""
-    store = store_with(*(proposal((5, 6, token_id), (1, 2)) for token_id in range(10)), max_runs=3)
-    assert len(store) == 3
-    assert [found(store, (5, 6, token_id)) for token_id in (6, 7, 8, 9)] == [None, (1, 2), (1, 2), (1, 2)]
+def test_what_the_committed_tokens_contradict_is_dropped() -> None:
+    """However far ahead it reaches, and whatever came before or behind it."""
+    draft, other = proposal(COMMITTED, (1, 2, 3, 4)), as_branch(proposal((*COMMITTED, 9), (5, 6, 7)))
+    behind = as_branch(proposal((*COMMITTED, 1, 2, 8), (6,)))
+    store = store_with(draft, other, behind)
+    prune(store, (*COMMITTED, 1))
+    assert len(store) == 2
+    assert found(store, (*COMMITTED, 9)) is None
+    prune(store, (*COMMITTED, 1, 2, 8))
+    assert len(store) == 1
+    assert found(store, (*COMMITTED, 1, 2, 8)) == (6,)
+    assert found(store, (*COMMITTED, 1, 2)) is None
+
+
+def test_a_long_draft_keeps_nothing_else_alive() -> None:
+    """A session whose drafts are kept for long, beside branches that never come true: what is held does not grow."""
+    store, committed = store_with(proposal(COMMITTED, range(200))), list(COMMITTED)
+    for token_id in range(100):
+        store.add(as_branch(proposal((*committed, 300), (7, 8, 9))))
+        committed.append(token_id)
+        prune(store, committed)
+        assert len(store) == 1
+    assert found(store, committed) == tuple(range(100, 200))
+
+
+def test_beyond_its_bounds_branches_that_begin_farthest_ahead_make_room() -> None:
+    """The drafter sends nothing twice: a hole in the likeliest tokens would be waited at, round after round."""
+    drafts = [proposal((*COMMITTED, *range(10, 10 + ahead)), (10 + ahead,)) for ahead in range(6)]
+    branches = [as_branch(proposal((*COMMITTED, *[1] * ahead), (2, 3))) for ahead in (3, 1, 2)]
+    store = store_with(*drafts, *branches, max_runs=8)
+    assert len(store) == 8
+    assert found(store, COMMITTED) == (10, 11, 12, 13, 14, 15)
+    assert [found(store, (*COMMITTED, *[1] * ahead)) for ahead in (1, 2, 3)] == [(2, 3), (2, 3), None]
+    for ahead in range(3):
+        store.add(proposal((5, *range(ahead)), (1,)))
+    assert len(store) == 8
+    assert found(store, (*COMMITTED, 1)) is None
     store.clear()
     assert len(store) == 0
-    assert found(store, (5, 6, 9)) is None
+    assert found(store, COMMITTED) is None
 
 
 def test_dropping_an_older_draft_leaves_what_a_newer_one_added() -> None:
@@ -200,21 +236,32 @@ def test_a_draft_is_complete_once_the_drafter_has_nothing_to_offer_behind_it() -
     store.add(proposal((*COMMITTED, 1, 2), ()))
     assert store.is_complete(digest_of(COMMITTED))
     assert found(store, (*COMMITTED, 1, 2)) is None
-    store.prune(len(COMMITTED) + 1)
+    prune(store, (*COMMITTED, 1))
     assert not store.is_complete(digest_of((*COMMITTED, 1)))
     store.add(proposal((*COMMITTED, 4), ()))
     assert store.is_complete(digest_of((*COMMITTED, 4)))
 
 
-def test_tokens_are_bounded_and_the_oldest_leave() -> None:
+def test_tokens_are_bounded() -> None:
     """Whatever a drafter sends: distributions can be 300 bytes a token."""
     store = ProposalStore(max_runs=100, max_tokens=10)
     for number in range(20):
         store.add(as_branch(proposal((*COMMITTED, number), (1, 2, 3, 4))))
         assert store.tokens <= 10
     assert (len(store), store.tokens) == (2, 8)
-    assert found(store, (*COMMITTED, 19)) == (1, 2, 3, 4)
-    assert found(store, (*COMMITTED, 17)) is None
+
+
+def test_what_comes_again_takes_up_no_room() -> None:
+    """And nothing is dropped for it; what is new of it is kept."""
+    ahead = as_branch(proposal((*COMMITTED, 4), (5, 6)))
+    store = store_with(ahead, proposal(COMMITTED, (1, 2)), max_runs=3)
+    for _ in range(5):
+        store.add(ahead)
+        store.add(proposal(COMMITTED, (1, 2)))
+        store.add(proposal(COMMITTED, (1, 2, 3)))
+    assert (len(store), store.tokens) == (3, 7)
+    assert found(store, (*COMMITTED, 4)) == (5, 6)
+    assert found(store, COMMITTED) == (1, 2, 3)
 
 
 def test_an_arrival_is_that_of_the_tokens_that_come_first() -> None:
@@ -280,7 +327,7 @@ def test_any_history_answers_as_a_search_of_everything_that_arrived(
     for number, action in enumerate(actions):
         if isinstance(action, int):
             committed += (action,)
-            store.prune(len(committed))
+            prune(store, committed)
             naive.committed_length = len(committed)
         else:
             ahead, ids, is_drawn, is_branch = action

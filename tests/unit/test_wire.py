@@ -524,6 +524,16 @@ def test_a_bad_item_fails_its_session_at_the_drafter_and_no_other(item: drafter_
     assert {getattr(command, "address", None) for command in door.submitted} == {Address(0, "good", 3)}
 
 
+@pytest.mark.parametrize("resend", [False, True])
+def test_a_commit_reaches_the_drafter_as_it_was_sent(resend: bool) -> None:
+    """Each field of it."""
+    door = DrafterDoor()
+    order: dict[str, Any] = {"draft_length": 4, "credit": 8, "branches": 3, "fan_out": 2, "acceptance": 0.5}
+    assert door.serve([drafter_item("a", commit=commit_of(committed_ids=[1], resend=resend, **order))]) == []
+    address = Address(0, "a", 3)
+    assert door.submitted == [Commit(address=address, base_length=3, committed_ids=(1,), is_resend=resend, **order)]
+
+
 @pytest.mark.parametrize("claimed", [VOCAB_SIZE + 1, 2**32 - 1])
 def test_a_session_over_another_vocabulary_is_refused_by_the_target(claimed: int) -> None:
     """Its sampling parameters are checked against the claim, and would name rows that the model does not have."""
@@ -660,6 +670,7 @@ commits = standing_on(
     branches=mostly(st.sampled_from([0, 0, 1, 3]), st.sampled_from([MAX_BRANCHES, MAX_BRANCHES + 1, 2**32 - 1])),
     fan_out=mostly(st.sampled_from([0, 1, 2]), st.sampled_from([MAX_FAN_OUT, 2**32 - 1])),
     acceptance=mostly(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([-1.0, 2.0, math.inf, math.nan])),
+    resend=st.booleans(),
 )
 
 

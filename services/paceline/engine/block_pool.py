@@ -27,9 +27,10 @@ class BlockTable:
     There may be more blocks than the tokens need: room that was reserved.
     """
 
-    __slots__ = ("__weakref__", "blocks", "length", "prefix_uids")
+    __slots__ = ("__weakref__", "blocks", "is_fork", "length", "prefix_uids")
 
     def __init__(self) -> None:
+        self.is_fork = False  # whether it was made by `fork` and not adopted since
         self.blocks: list[int] = []
         self.length = 0
         # For each leading full block that is known to the shared prefixes: the uid of the block shared there, which
@@ -53,9 +54,9 @@ class BlockPool:
     held first, and only when no block is free.
 
     Invariant: each block is exactly one of free, evictable (registered, without holders) and held; its reference count
-    is the number of tables that hold it, all of them in the same place. A key of the shared prefixes leads to the block
-    that has it. No table has more tokens than its blocks can hold, and a block that holds none of a table's tokens yet
-    is no other's and is not registered.
+    is the number of tables that hold it, all of them in the same place. Its owners are those that are no forks, or are
+    adopted ones. A key of the shared prefixes leads to the block that has it. No table has more tokens than its blocks
+    can hold, and a block that holds none of a table's tokens yet is no other's and is not registered.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
@@ -67,8 +68,10 @@ class BlockPool:
         self.evicted_blocks = 0  # since the start: shared blocks that had to make room
         self._free = list(range(num_blocks - 1, -1, -1))  # the last one is taken first
         self._evictable: OrderedDict[int, None] = OrderedDict()  # the first one is evicted first
-        self._held_blocks = 0  # a figure of its own, so that other threads never see a block between two states
+        # Figures of their own, so that other threads never see a block between two states.
+        self._held_blocks = self._owned_blocks = 0
         self._references = [0] * num_blocks
+        self._owners = [0] * num_blocks
         self._keys: list[_Key | None] = [None] * num_blocks
         self._uids = [_NO_UID] * num_blocks
         self._registered: dict[_Key, int] = {}
@@ -82,12 +85,12 @@ class BlockPool:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens' worth of blocks that tables hold, shared ones counted once."""
-        return self._held_blocks * self.block_size
+        """Tokens' worth of blocks that have owners, shared ones counted once: not what forks alone hold."""
+        return self._owned_blocks * self.block_size
 
     @property
     def free_tokens(self) -> int:
-        """Tokens' worth of blocks to be had at once, evictable ones included."""
+        """Tokens' worth of blocks to be had at once, as not even a fork holds them; evictable ones included."""
         return (self.num_blocks - self._held_blocks) * self.block_size
 
     def new_table(self) -> BlockTable:
@@ -104,12 +107,20 @@ class BlockPool:
         """
         assert 0 <= length <= table.length
         fork = self.new_table()
+        fork.is_fork = True
         fork.blocks = table.blocks[: -(-length // self.block_size)]
         for block in fork.blocks:
-            self._hold(block)
+            self._hold(fork, block)
         fork.length = length
         fork.prefix_uids = table.prefix_uids[: length // self.block_size]
         return fork
+
+    def adopt(self, table: BlockTable) -> None:
+        """Make a fork an owner of its blocks, now and later; nothing changes for a table that is none."""
+        if table.is_fork:
+            table.is_fork = False
+            for block in table.blocks:
+                self._own(block)
 
     def reserve(self, table: BlockTable, length: int) -> list[BlockCopy] | None:
         """Make room for `length` tokens in all, in blocks that no other table reads where tokens will be written.
@@ -130,7 +141,7 @@ class BlockPool:
             # Registered, but nobody else reads it: evicted where it is rather than copied, which would take a block.
             self._unregister(shared)
             shared = None
-        table.blocks.extend([self._take() for _ in range(missing)])
+        table.blocks.extend([self._take(table) for _ in range(missing)])
         return [] if shared is None else [self._replace_tail(table, shared)]
 
     def extend(self, table: BlockTable, count: int) -> None:
@@ -149,7 +160,7 @@ class BlockPool:
         if len(table.blocks) > kept_blocks:
             # Last ones first: so long prefixes will lose their tails before their heads, without which no tail is found.
             for block in reversed(table.blocks[kept_blocks:]):
-                self._drop(block)
+                self._drop(table, block)
             del table.blocks[kept_blocks:]
         del table.prefix_uids[length // self.block_size :]
         table.length = length
@@ -172,11 +183,11 @@ class BlockPool:
             if index * self.block_size < table.length:
                 continue  # It computed these tokens itself.
             if index < len(table.blocks):
-                self._drop(table.blocks[index])
+                self._drop(table, table.blocks[index])
                 table.blocks[index] = block
             else:
                 table.blocks.append(block)
-            self._hold(block)
+            self._hold(table, block)
             table.length += self.block_size
             self.reused_tokens += self.block_size
         return table.length
@@ -213,7 +224,7 @@ class BlockPool:
 
     def _check_tables(self) -> None:
         """Assert the part of the invariant that the tables bear witness to."""
-        references = [0] * self.num_blocks
+        references, owners = [0] * self.num_blocks, [0] * self.num_blocks
         places: dict[int, int] = {}
         for table in self._tables:
             assert 0 <= table.length <= len(table.blocks) * self.block_size
@@ -222,8 +233,11 @@ class BlockPool:
             assert not any(self._is_shared(block) for block in unwritten), "a block is shared before it is written"
             for place, block in enumerate(table.blocks):
                 references[block] += 1
+                owners[block] += not table.is_fork
                 assert places.setdefault(block, place) == place, "a block is in two places"
         assert references == self._references, "reference counts differ from the holders"
+        assert owners == self._owners, "the counts of owners differ from the tables that are no forks"
+        assert self._owned_blocks == sum(count > 0 for count in owners)
 
     def _shared_tail(self, table: BlockTable) -> int | None:
         """The block that the next token would lie in, if that is shared and so must not be written.
@@ -241,13 +255,13 @@ class BlockPool:
 
     def _replace_tail(self, table: BlockTable, shared: int) -> BlockCopy:
         """Put a private block where the table's next token would lie in a shared one."""
-        private = self._take()
+        private = self._take(table)
         table.blocks[table.length // self.block_size] = private
-        self._drop(shared)
+        self._drop(table, shared)
         return BlockCopy(shared, private)
 
-    def _take(self) -> int:
-        """A block for one new holder: a free one, else the evictable one that was held least recently."""
+    def _take(self, table: BlockTable) -> int:
+        """A block for the table alone: a free one, else the evictable one that was held least recently."""
         if self._free:
             block = self._free.pop()
         else:
@@ -255,17 +269,31 @@ class BlockPool:
             self._unregister(block)
         self._references[block] = 1
         self._held_blocks += 1
+        if not table.is_fork:
+            self._own(block)
         return block
 
-    def _hold(self, block: int) -> None:
-        """One holder more of a block that is held, or evictable."""
+    def _hold(self, table: BlockTable, block: int) -> None:
+        """The table becomes a holder of a block that is held, or evictable."""
         if self._references[block] == 0:
             del self._evictable[block]
             self._held_blocks += 1
         self._references[block] += 1
+        if not table.is_fork:
+            self._own(block)
 
-    def _drop(self, block: int) -> None:
-        """One holder fewer; the last one leaves a registered block evictable and any other free."""
+    def _own(self, block: int) -> None:
+        """One owner more of a block that is held."""
+        self._owners[block] += 1
+        if self._owners[block] == 1:
+            self._owned_blocks += 1
+
+    def _drop(self, table: BlockTable, block: int) -> None:
+        """The table is no longer a holder; the last one leaves a registered block evictable and any other free."""
+        if not table.is_fork:
+            self._owners[block] -= 1
+            if self._owners[block] == 0:
+                self._owned_blocks -= 1
         self._references[block] -= 1
         if self._references[block] > 0:
             return

@@ -49,6 +49,9 @@ class EmulatedModel(Generic[CacheT]):
     def fork(self, cache: CacheT, length: int) -> CacheT:
         return self._model.fork(cache, length)
 
+    def adopt(self, cache: CacheT) -> None:
+        self._model.adopt(cache)
+
     def reserve(self, cache: CacheT, length: int) -> bool:
         return self._model.reserve(cache, length)
 

@@ -7,8 +7,7 @@ a cache also knows its token ids. Knows nothing of tensors beyond the rows of lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -24,8 +23,7 @@ class Cache(Protocol):
 CacheT = TypeVar("CacheT", bound=Cache)
 
 
-@dataclass(frozen=True, slots=True)
-class Extension(Generic[CacheT]):
+class Extension(NamedTuple, Generic[CacheT]):
     """Work for one session in a step: feed `ids` behind `cache`, and give the logits of the last `rows` of them.
 
     `rows` may be 0, to ingest and no more.
@@ -45,7 +43,10 @@ class Memory(Protocol):
 
     @property
     def held_tokens(self) -> int:
-        """Tokens' worth of memory that sessions hold now, shared blocks counted once; the rest can be had at once."""
+        """Tokens' worth of memory that sessions hold now, shared blocks counted once; the rest can be had by others.
+
+        What only forks hold is not counted: a fork gives up its memory for any session, until it is adopted as one.
+        """
 
     @property
     def reused_tokens(self) -> int:
@@ -70,6 +71,9 @@ class Model(Protocol[CacheT]):
         They share their memory until one of them is fed: where that takes a copy, `reserve` counts the room for it. So
         what was reserved for `cache` before is to be reserved again.
         """
+
+    def adopt(self, cache: CacheT) -> None:
+        """A fork is from now on what its session holds (`Memory.held_tokens`); any other cache is so from the start."""
 
     def reserve(self, cache: CacheT, length: int) -> bool:
         """Make room for `length` tokens in all; False, and all is as it was, if there is too little free memory."""

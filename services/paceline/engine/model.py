@@ -188,6 +188,9 @@ class CausalModel:
         assert 0 <= length <= cache.length, f"cannot fork {length} of {cache.length} cached tokens"
         return self.memory.fork(cache, length)
 
+    def adopt(self, cache: BlockTable) -> None:
+        self.memory.adopt(cache)
+
     def reserve(self, cache: BlockTable, length: int) -> bool:
         copies = self.memory.reserve(cache, length)
         if copies:

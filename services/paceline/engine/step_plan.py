@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from paceline.engine.interface import Cache, CacheT, Extension, Model
 
@@ -50,8 +50,7 @@ class Feeder(Protocol[CacheT_co]):
         """The tokens that nobody will take back, which may be shared with other sessions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish(Generic[CacheT]):
+class Wish(NamedTuple, Generic[CacheT]):
     """What a session wants of the next steps: that the first `length` of its tokens are cached, and the logits of the
     last `rows` of them.
 

@@ -172,6 +172,9 @@ class IntersectedModel(Generic[CacheT]):
         fork.fed, fork.ends = cache.fed[:end], cache.ends[:length]
         return fork
 
+    def adopt(self, cache: BridgedCache[CacheT]) -> None:
+        self._model.adopt(cache.inner)
+
     def reserve(self, cache: BridgedCache[CacheT], length: int) -> bool:
         """Room for the most that `length` tokens can be spelled with."""
         most_new = (length - cache.length) * _MOST_PIECES + len(self._map.start)

@@ -38,7 +38,7 @@ class DrafterCommand(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., open: _Optional[_Union[_session_pb2.OpenSession, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., close: _Optional[_Union[_session_pb2.CloseSession, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("base_length", "committed_ids", "draft_length", "credit", "branches", "fan_out", "acceptance")
+    __slots__ = ("base_length", "committed_ids", "draft_length", "credit", "branches", "fan_out", "acceptance", "resend")
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class Commit(_message.Message):
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    RESEND_FIELD_NUMBER: _ClassVar[int]
     base_length: int
     committed_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_length: int
@@ -53,7 +54,8 @@ class Commit(_message.Message):
     branches: int
     fan_out: int
     acceptance: float
-    def __init__(self, base_length: _Optional[int] = ..., committed_ids: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., credit: _Optional[int] = ..., branches: _Optional[int] = ..., fan_out: _Optional[int] = ..., acceptance: _Optional[float] = ...) -> None: ...
+    resend: bool
+    def __init__(self, base_length: _Optional[int] = ..., committed_ids: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., credit: _Optional[int] = ..., branches: _Optional[int] = ..., fan_out: _Optional[int] = ..., acceptance: _Optional[float] = ..., resend: bool = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("events",)
