@@ -1,6 +1,6 @@
 """`paceline serve` as a person runs it: it starts, answers, stops, and leaves nothing behind, however it ends.
 
-Real processes on a Ray of their own; what is left is looked for by the process tree, the ports and Ray's sessions.
+Real processes on a Ray of their own; what is left is looked for by a mark in its environment, the ports and Ray's sessions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from paceline.client import GenerationRequest, StopConditions, complete
 from tests.cluster.applications import tiny_application
 
 START_LIMIT_S = 180.0  # far above what it takes
+_MARK = "PACELINE_TESTS_FAMILY"
 
 
 @pytest.fixture(autouse=True)
@@ -51,21 +53,23 @@ def written(application: ServeFile, folder: Path) -> Path:
 
 
 class Serving:
-    """`paceline serve` in a process of its own, with every process it ever started."""
+    """`paceline serve` in a process of its own, with all that it starts: they inherit a mark in their environment, so none
+    is missed, however short its parent lived."""
 
     def __init__(self, *arguments: str) -> None:
         self.endpoint = ""
         self._lines: list[str] = []
+        self._mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-m", "paceline", "serve", *arguments],
+            # Ray's processes give themselves titles, which are written over the environment unless told not to.
+            env={**os.environ, _MARK: self._mark, "SPT_NOENV": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        self.family: dict[int, psutil.Process] = {}
-        self._is_watched = True
-        self._threads = [threading.Thread(target=task, daemon=True) for task in (self._watch, self._read, self._log)]
+        self._threads = [threading.Thread(target=task, daemon=True) for task in (self._read, self._log)]
         for thread in self._threads:
             thread.start()
 
@@ -78,19 +82,17 @@ class Serving:
         return self.endpoint
 
     def wait_family(self, size: int) -> None:
-        """Until so many processes have been started: somewhere in the middle of the start."""
+        """Until so many processes run: somewhere in the middle of the start."""
         deadline_s = time.monotonic() + START_LIMIT_S
-        while len(self.family) < size:
+        while len(self.family()) < size:
             assert time.monotonic() < deadline_s, self.log
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
     def wait(self, limit_s: float = START_LIMIT_S) -> int:
-        status = self.process.wait(limit_s)
-        self._is_watched = False
-        return status
+        return self.process.wait(limit_s)
 
     @property
     def log(self) -> str:
@@ -100,25 +102,29 @@ class Serving:
         """What of the family still runs, once it has had time to end."""
         deadline_s = time.monotonic() + 15
         while True:
-            alive = [process for process in self.family.values() if _is_alive(process)]
+            alive = self.family()
             if not alive or time.monotonic() > deadline_s:
-                return [" ".join(process.cmdline())[:120] for process in alive]
+                return alive
             time.sleep(0.2)
 
     def kill(self) -> None:
-        for process in self.family.values():
+        for process in self._marked():
             with suppress(psutil.Error):
                 process.kill()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _watch(self) -> None:
-        own = psutil.Process(self.process.pid)
-        while self._is_watched:
+    def family(self) -> list[str]:
+        """The command lines of all that run, the command itself included."""
+        found = []
+        for process in self._marked():
             with suppress(psutil.Error):
-                for process in own.children(recursive=True):
-                    self.family.setdefault(process.pid, process)
-            time.sleep(0.25)
+                found.append(" ".join(process.cmdline())[:120])
+        return found
+
+    def _marked(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(_MARK) == self._mark:
+                    yield process
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -127,13 +133,6 @@ class Serving:
     def _log(self) -> None:
         assert self.process.stderr is not None
         self._lines.extend(line.rstrip() for line in self.process.stderr)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture
@@ -172,7 +171,7 @@ def test_ctrl_c_in_the_middle_of_the_start_leaves_nothing_behind(file: Path, ser
     """Interrupted while replicas load their models."""
     starting = Serving("--config", str(file))
     serving.append(starting)
-    starting.wait_family(8)
+    starting.wait_family(9)
     starting.interrupt()
     assert starting.wait() == 130
     assert "Traceback" not in starting.log
