@@ -255,6 +255,7 @@ class Drafter(Generic[StateT]):
             raise PayloadInvalid(f"The committed tokens must be ids of the target, below {session.spec.vocab_size}.")
         can_branch = self._fork_state is not None
         committed = session.commit(command, self._method.max_context, can_branch=can_branch)
+        # A session's own line last: each that is closed before it would make another one that.
         for state in reversed(committed.closed):
             self._method.close(state)
         if committed.rewound_to is not None:

@@ -16,7 +16,7 @@ from paceline.types import SessionSpec
 StateT = TypeVar("StateT")
 
 
-# Tuples rather than dataclasses, which take three times as long to make: each line of each step takes a dozen of these.
+# Tuples rather than dataclasses, which take twice as long to make: each line of each step takes a dozen of these.
 class Guess(NamedTuple):
     """Another token that may turn out to be the right one, and how likely the method takes that to be."""
 
