@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from orchestrator.door import Door
 from orchestrator.generator import Generator
 from paceline.errors import InvalidRequest
 from paceline.generation import DeploymentStatus
@@ -27,7 +28,7 @@ from paceline.generation_wire import (
     traced_rounds_to_proto,
 )
 from paceline.rounds import TracedRounds
-from paceline.rpc import DEADLINE_METADATA_KEY, Context, mapped_errors
+from paceline.rpc import AUTHORIZATION_METADATA_KEY, DEADLINE_METADATA_KEY, Context, mapped_errors
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1 import generation_service_pb2_grpc as generation_grpc
 
@@ -42,15 +43,15 @@ Response = TypeVar("Response")
 class GenerationServicer(generation_grpc.GenerationServiceServicer):
     """Serves `paceline.v1.GenerationService` on a port of our own."""
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+    def __init__(self, door: Door) -> None:
+        self._door, self._generator = door, door.generator
 
     async def Generate(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb.GenerateResponse]:
         async with (
             mapped_errors(context, rpc="Generate"),
-            aclosing(_answer(self._generator, request, context.time_remaining())) as responses,
+            aclosing(_answer(self._door, request, _authorization(context), context.time_remaining())) as responses,
         ):
             async for response in responses:
                 yield response
@@ -78,9 +79,10 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
 
 
 async def _answer(
-    generator: Generator, message: generation_pb.GenerateRequest, timeout_s: float | None
+    door: Door, message: generation_pb.GenerateRequest, authorization: str | None, timeout_s: float | None
 ) -> AsyncGenerator[generation_pb.GenerateResponse]:
-    async with aclosing(generator.generate(request_from_proto(message), timeout_s=timeout_s)) as events:
+    caller = door.caller(authorization)
+    async with aclosing(door.generate(request_from_proto(message), caller=caller, timeout_s=timeout_s)) as events:
         async for event in events:
             yield event_to_proto(event)
 
@@ -114,13 +116,13 @@ class IngressContext(Protocol):
 
 
 async def ingress_generate(
-    generator: Generator, request: generation_pb.GenerateRequest, context: IngressContext
+    door: Door, request: generation_pb.GenerateRequest, context: IngressContext
 ) -> AsyncGenerator[generation_pb.GenerateResponse]:
     """`Generate` behind an ingress; an error ends it with one empty response, which carries the status."""
     try:
         async with (
             mapped_errors(_StatusSetter(context), rpc="Generate"),
-            aclosing(_answer(generator, request, _time_remaining_s(context))) as responses,
+            aclosing(_answer(door, request, _authorization(context), _time_remaining_s(context))) as responses,
         ):
             async for response in responses:
                 yield response
@@ -228,6 +230,17 @@ class _StatusSetter:
         self._context.set_details(status.details)
         self._context.set_trailing_metadata(list(status.trailing_metadata))
         raise _StatusIsSet
+
+
+class _WithMetadata(Protocol):
+    """A call's context, at either door."""
+
+    def invocation_metadata(self) -> Any: ...
+
+
+def _authorization(context: _WithMetadata) -> str | None:
+    stated = dict(context.invocation_metadata() or ()).get(AUTHORIZATION_METADATA_KEY)
+    return stated.decode("utf-8", "replace") if isinstance(stated, bytes) else stated
 
 
 def _time_remaining_s(context: IngressContext) -> float | None:

@@ -27,6 +27,7 @@ from drafter_service.app import DrafterReplica
 from orchestrator import api
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
 from orchestrator.config import OrchestratorPool, Pool, parse_application
+from orchestrator.door import Door, OpenGate
 from orchestrator.ray_directory import RayDirectory
 from orchestrator.scaling import PoolPolicy
 from orchestrator.service import open_generator
@@ -81,12 +82,13 @@ class OrchestratorReplica:
         self._generator = await self._resources.enter_async_context(
             open_generator(settings, targets=targets, drafters=drafters, on_broken=self._on_broken, registry=registry)
         )
+        self._door = Door(self._generator, OpenGate())
         await self._resources.enter_async_context(bridged(registry, metrics, labels={"service": "orchestrator"}))
 
     async def Generate(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncIterator[generation_pb.GenerateResponse]:
-        async with aclosing(api.ingress_generate(self._generator, request, grpc_context)) as responses:
+        async with aclosing(api.ingress_generate(self._door, request, grpc_context)) as responses:
             async for response in responses:
                 yield response
 

@@ -14,6 +14,7 @@ from orchestrator.api import SERVICE_NAME, GenerationServicer
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
 from orchestrator.colocated import ADDRESS, load_target, target_here
 from orchestrator.directory import Directory, StaticDirectory
+from orchestrator.door import Door, OpenGate
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.generator import Generator
 from orchestrator.remote_target import FailoverLimits
@@ -136,7 +137,7 @@ async def _kept_connected(pool: TargetPool | DrafterPool, on_broken: Callable[[]
 
 async def _serve(lifetime: Lifetime, settings: OrchestratorSettings, generator: Generator) -> None:
     server = Server(host=settings.host, port=settings.port)
-    add_GenerationServiceServicer_to_server(GenerationServicer(generator), server.registrar)
+    add_GenerationServiceServicer_to_server(GenerationServicer(Door(generator, OpenGate())), server.registrar)
     await server.start(SERVICE_NAME)
     lifetime.ready("orchestrator", server.address)
     logger.info("ready", address=server.address)

@@ -36,10 +36,12 @@ from paceline.errors import (
     PacelineError,
     PayloadInvalid,
     QueueFull,
+    RateLimited,
     SessionNotFound,
     StaleEpoch,
     StartupFailed,
     TargetUnavailable,
+    Unauthenticated,
 )
 from paceline.generation import (
     ChatMessage,
@@ -554,6 +556,8 @@ _ERRORS_BY_REASON: dict[str, type[PacelineError]] = {
         Draining,
         DeadlineExceeded,
         StartupFailed,
+        Unauthenticated,
+        RateLimited,
     )
 }
 

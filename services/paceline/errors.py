@@ -90,6 +90,18 @@ class QueueFull(PacelineError):
         self.retry_after_s = retry_after_s
 
 
+class Unauthenticated(PacelineError):
+    """The call brings no token, or none that is known here."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class RateLimited(QueueFull):
+    """The caller has used up what its token allows for now; try again after `retry_after_s`."""
+
+    reason = "RATE_LIMITED"
+
+
 class MemoryFull(PacelineError):
     """There is no room for the tokens of a step; whoever plans steps makes room first."""
 

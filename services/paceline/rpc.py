@@ -35,6 +35,7 @@ from paceline.errors import (
     StaleEpoch,
     StartupFailed,
     TargetUnavailable,
+    Unauthenticated,
     internal_error,
 )
 
@@ -44,12 +45,15 @@ ERROR_DOMAIN = "paceline"
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 SPLIT_BYTES = 256 * 1024  # one long prompt must not hold up other sessions' verdicts
 
+AUTHORIZATION_METADATA_KEY = "authorization"
+"""The caller's token, as in HTTP: `Bearer ...`."""
 DEADLINE_METADATA_KEY = "deadline-unix-ms"
 """When the caller stops waiting, in milliseconds since 1970, in ASCII digits: an ingress may hide gRPC's own deadline."""
 APPLICATION_METADATA = ("application", "paceline")
 """What Ray Serve's ingress routes by, where it serves more than one application; others ignore it."""
 
 STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     PayloadInvalid: grpc.StatusCode.INVALID_ARGUMENT,
     ContextTooLong: grpc.StatusCode.OUT_OF_RANGE,

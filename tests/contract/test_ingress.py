@@ -23,6 +23,7 @@ from orchestrator.api import (
     ingress_get_server_info,
     ingress_watch,
 )
+from orchestrator.door import Door, OpenGate
 from orchestrator.generator import Generator
 from paceline.errors import QueueFull, TargetUnavailable
 from paceline.generation import (
@@ -119,6 +120,10 @@ class FakeGenerator:
             raise self._failure
 
 
+def door_of(fake: FakeGenerator) -> Door:
+    return Door(generator_of(fake), OpenGate())
+
+
 def generator_of(fake: FakeGenerator) -> Generator:
     return cast(Generator, fake)
 
@@ -126,7 +131,7 @@ def generator_of(fake: FakeGenerator) -> Generator:
 async def responses_to(
     fake: FakeGenerator, context: IngressContext, request: pb.GenerateRequest = REQUEST
 ) -> list[pb.GenerateResponse]:
-    return [response async for response in ingress_generate(generator_of(fake), request, context)]
+    return [response async for response in ingress_generate(door_of(fake), request, context)]
 
 
 async def test_answer_passes_through_and_leaves_the_status_alone() -> None:
@@ -141,7 +146,7 @@ async def test_answer_passes_through_and_leaves_the_status_alone() -> None:
 async def test_error_leaves_as_a_status_with_one_last_empty_message(count: int) -> None:
     """Before and after the first event: code, sentence and details are set before the message that carries them."""
     fake, context = FakeGenerator(EVENTS[:count], QueueFull("Full.", retry_after_s=2.5)), FakeContext()
-    codes = [(response, context.code) async for response in ingress_generate(generator_of(fake), REQUEST, context)]
+    codes = [(response, context.code) async for response in ingress_generate(door_of(fake), REQUEST, context)]
     assert [code for _, code in codes] == [None] * count + [grpc.StatusCode.RESOURCE_EXHAUSTED]
     assert codes[-1][0] == pb.GenerateResponse()
     assert event_from_proto(codes[-1][0]) is None
@@ -203,7 +208,7 @@ async def test_malformed_deadline_is_refused_by_name(stated: str | bytes) -> Non
 async def test_leaving_the_stream_ends_the_answer() -> None:
     """The ingress closes the handler when the caller goes; the session must not live on."""
     fake, context = FakeGenerator(), FakeContext()
-    async with aclosing(ingress_generate(generator_of(fake), REQUEST, context)) as responses:
+    async with aclosing(ingress_generate(door_of(fake), REQUEST, context)) as responses:
         await anext(responses)
         assert not fake.is_closed
     assert fake.is_closed

@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from orchestrator.api import GenerationServicer, IngressContext, ingress_get_round_trace
+from orchestrator.door import Door, OpenGate
 from orchestrator.generator import Generator
 from orchestrator.loop import DraftOrder, RoundOutcome, RoundPlan, RoundReport
 from orchestrator.proposals import Arrival
@@ -248,7 +249,8 @@ async def test_call_gives_the_pieces_as_one() -> None:
     numbered(trace, 300)
     numbered(trace, 5, session_id="r2")
     generator = cast(Generator, FakeGenerator(trace))
-    whole = await GenerationServicer(generator).GetRoundTrace(pb.GetRoundTraceRequest(), cast(Any, FakeContext()))
+    servicer = GenerationServicer(Door(generator, OpenGate()))
+    whole = await servicer.GetRoundTrace(pb.GetRoundTraceRequest(), cast(Any, FakeContext()))
     assert traced_rounds_from_proto(whole).records == tuple(read(trace))
     asked = pb.GetRoundTraceRequest(request_id="r2", limit=3)
     part = await ingress_get_round_trace(
