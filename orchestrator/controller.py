@@ -50,7 +50,7 @@ class SessionController:
         max_branches: int = BRANCHES[-1],
         max_fan_out: int = 8,
     ) -> None:
-        """`group`: sessions of one drafter, rule and band of temperatures, which begin with what the others saw."""
+        """`group`: sessions of one drafter, schedule, rule and band of temperatures, which begin with what the others saw."""
         self._deployment, self._group = deployment, deployment.group(group)
         self._is_pipelined = schedule is Schedule.PIPELINED
         self._bonus_is_drafted = rule is VerificationRule.REJECTION
@@ -112,7 +112,7 @@ class SessionController:
         if self._mode is Mode.ON and self._choice is None:
             self._rounds_in_mode = 0
         is_settled = self._rounds_in_mode > _SETTLING_ROUNDS or self._mode is Mode.BASELINE
-        self._deployment.record(outcome, mode=self._mode, is_settled=is_settled)
+        self._deployment.record(outcome, group=self._group, mode=self._mode, is_settled=is_settled)
         if self._mode.is_drafting:
             self._learn(outcome)
         if self._mode is Mode.PROBE:
@@ -233,7 +233,7 @@ class SessionController:
         self._choice = choice = self._choose_branches() if self._mode is Mode.ON else self._best(self._branches)
         self._forget_plans()
         self._group.draft_length, self._group.branches = choice.draft_length, self._branches
-        gain = deployment.gain(choice)
+        gain = deployment.gain(choice, self._group)
         self._reason = f"{choice.rate:.1f} tok/s predicted, plain {choice.plain_rate:.1f}"
         if self._rounds_in_place >= self._stay and self._mode is not Mode.PLAIN_PHASE:
             self._switch(gain > (_OFF_BELOW if self._is_on else _ON_ABOVE))

@@ -7,7 +7,7 @@ every machine has its hiccups. Knows nothing of what is decided by them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 _DRIFT = 1e-5  # of a coefficient's spread, at each measurement: a constant is followed within some 30 measurements
@@ -186,11 +186,12 @@ class _Band:
 
     def __init__(self) -> None:
         self.weight = 1.0  # of the last round
-        self.drafted, self.plain = _Sums(), _Sums()
+        self.plain = _Sums()
+        self.drafted: dict[Hashable, _Sums] = {}  # by kind
 
 
 class MeasuredRates:
-    """Tokens per second of a session that speculates and of one that does not, as they turned out at each load.
+    """Tokens per second of sessions of each kind that speculate, and of any that does not, as they turned out at each load.
 
     This counts what no prediction knows of. What is old fades: half of it in `half_life` rounds at that load.
     """
@@ -199,23 +200,27 @@ class MeasuredRates:
         self._growth = 2.0 ** (1.0 / half_life)
         self._bands: dict[int, _Band] = {}
 
-    def record(self, *, sessions: float, is_drafting: bool, tokens: int, seconds: float) -> None:
+    def record(self, *, sessions: float, kind: Hashable | None, tokens: int, seconds: float) -> None:
+        """A round of a session that speculates, of that kind; None: of one that does not."""
         key = _band(sessions)
         band = self._bands.get(key)
         if band is None or band.weight > _HEAVIEST:
             band = self._bands[key] = _Band()
         band.weight *= self._growth
-        (band.drafted if is_drafting else band.plain).add(tokens, seconds, band.weight)
+        sums = band.plain if kind is None else band.drafted.setdefault(kind, _Sums())
+        sums.add(tokens, seconds, band.weight)
 
-    def highest_gain(self, *, sessions: float, least_rounds: float = 48.0, least_plain: float = 3.0) -> float | None:
-        """How much faster speculation was at that load, at the upper end of what so few rounds leave open.
+    def highest_gain(
+        self, *, sessions: float, kind: Hashable, least_rounds: float = 48.0, least_plain: float = 3.0
+    ) -> float | None:
+        """How much faster speculation of that kind was at that load, at the upper end of what so few rounds leave open.
 
         None where too little is measured. A few rounds tell the speed of plain decoding: each brings one token.
         """
         band = self._bands.get(_band(sessions))
-        if band is None:
+        if band is None or kind not in band.drafted:
             return None
-        drafted, plain = band.drafted, band.plain
+        drafted, plain = band.drafted[kind], band.plain
         drafted_rounds, plain_rounds = drafted.rounds / band.weight, plain.rounds / band.weight
         if drafted_rounds < least_rounds or plain_rounds < least_plain or not drafted.seconds or not plain.seconds:
             return None

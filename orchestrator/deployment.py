@@ -55,9 +55,10 @@ class Load:
 
 
 class Group:
-    """What the sessions of one drafter, rule and band of temperatures share."""
+    """What the sessions of one drafter, schedule, rule and band of temperatures share."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
         self.acceptance = Acceptance(_FIRST_ACCEPTANCE)
         self.lookup_acceptance = Acceptance(_FIRST_LOOKUP_ACCEPTANCE)
         self.hit_after_full, self.hit_after_plain = Share(0.8), Share(0.5)
@@ -96,7 +97,9 @@ class Deployment:
         self._baseline_left = _BASELINE_ROUNDS
 
     def group(self, key: Hashable) -> Group:
-        return self._groups.setdefault(key, Group())
+        if key not in self._groups:
+            self._groups[key] = Group(key)
+        return self._groups[key]
 
     @property
     def is_baseline(self) -> bool:
@@ -106,8 +109,8 @@ class Deployment:
     def is_plain_phase(self) -> bool:
         return self._plain_phase_left > 0
 
-    def record(self, outcome: RoundOutcome, *, mode: Mode, is_settled: bool) -> None:
-        """A session's round has ended. Times count only once what was measured before a switch is over."""
+    def record(self, outcome: RoundOutcome, *, group: Group, mode: Mode, is_settled: bool) -> None:
+        """The round of a session of that group has ended. Times count only once what was measured before a switch is over."""
         self._count_down(mode)
         sessions = max(1, outcome.step_sessions)
         own_tokens = outcome.draft_length + 1
@@ -122,7 +125,7 @@ class Deployment:
         if mode is not Mode.PROBE:
             self.rates.record(
                 sessions=self.load.all_sessions,
-                is_drafting=mode.is_drafting,
+                kind=group.key if mode.is_drafting else None,
                 tokens=outcome.emitted,
                 seconds=outcome.round_s,
             )
@@ -205,7 +208,7 @@ class Deployment:
         tokens = others * self.load.tokens.value + 1.0
         return self.verify.step_s(sessions=others + 1.0, tokens=tokens, is_drafting=is_drafting)
 
-    def gain(self, choice: Choice) -> float:
+    def gain(self, choice: Choice, group: Group) -> float:
         """How much faster than plain decoding: as predicted, but no more than what was measured leaves open."""
-        measured = self.rates.highest_gain(sessions=self.load.all_sessions)
+        measured = self.rates.highest_gain(sessions=self.load.all_sessions, kind=group.key)
         return choice.gain if measured is None else min(choice.gain, measured)

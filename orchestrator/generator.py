@@ -272,7 +272,7 @@ class Generator:
         fan_out = {} if plan.fan_out is None else {"max_fan_out": plan.fan_out}
         return SessionController(
             self._deployment,
-            group=(drafters, spec.effective_rule, round(_TEMPERATURE_BANDS * spec.sampling.temperature)),
+            group=(drafters, plan.schedule, spec.effective_rule, round(_TEMPERATURE_BANDS * spec.sampling.temperature)),
             schedule=plan.schedule,
             rule=spec.effective_rule,
             **fan_out,

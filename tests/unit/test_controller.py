@@ -153,6 +153,17 @@ def test_a_new_session_begins_where_the_others_are() -> None:
     assert newcomer.order(remaining=ENDLESS).draft_length >= controller.order(remaining=ENDLESS).draft_length // 2
 
 
+def test_sessions_that_gain_nothing_do_not_stop_others() -> None:
+    """Those at another temperature, or that wait for each draft, say nothing of what speculation is worth to these."""
+    deployment = Deployment()
+    bad = SessionController(deployment, group="sampled")
+    bad.on_draft(tokens=4, steps=4, seconds=0.006)
+    play(bad, 400, kept=0)
+    assert not is_on(bad)
+    good = SessionController(deployment, group="greedy")
+    assert all(plan.draft_length for plan in play(good, 200)[2:])
+
+
 def test_while_nothing_is_known_a_few_sessions_try() -> None:
     """Of 32 that begin together four speculate at first; behind what they find, all do."""
     deployment = Deployment()

@@ -111,17 +111,18 @@ def test_rates_tell_a_loss_only_when_it_is_more_than_chance() -> None:
     rates = MeasuredRates()
     random = Random(3)
     for _ in range(16):
-        rates.record(sessions=1.0, is_drafting=False, tokens=1, seconds=0.03)
-    assert rates.highest_gain(sessions=1.0) is None
+        rates.record(sessions=1.0, kind=None, tokens=1, seconds=0.03)
+    assert rates.highest_gain(sessions=1.0, kind="a") is None
     bounds = []
     for index in range(1, 513):
-        rates.record(sessions=1.0, is_drafting=True, tokens=random.choice((1, 3)), seconds=0.08)
+        rates.record(sessions=1.0, kind="a", tokens=random.choice((1, 3)), seconds=0.08)
+        rates.record(sessions=1.0, kind="b", tokens=3, seconds=0.01)  # says nothing of the other kind
         if index in (64, 512):
-            bounds.append(rates.highest_gain(sessions=1.0))
+            bounds.append(rates.highest_gain(sessions=1.0, kind="a"))
     assert bounds[0] is not None
     assert bounds[1] is not None
     assert 0.75 < bounds[1] < bounds[0] < 1.0
-    assert rates.highest_gain(sessions=9.0) is None  # another load
+    assert rates.highest_gain(sessions=9.0, kind="a") is None  # another load
 
 
 def test_an_average_follows_and_bounds_what_is_far_off() -> None:
