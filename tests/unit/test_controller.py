@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.controller import SessionController
-from orchestrator.deployment import Deployment
+from orchestrator.deployment import Deployment, Mode
+from orchestrator.draft_length import choose
 from orchestrator.fixed_planner import FixedPlanner
 from orchestrator.loop import RoundOutcome, RoundPlan, RoundPlanner
 from paceline.generation import Schedule
@@ -156,12 +157,15 @@ def test_a_new_session_begins_where_the_others_are() -> None:
 def test_sessions_that_gain_nothing_do_not_stop_others() -> None:
     """Those at another temperature, or that wait for each draft, say nothing of what speculation is worth to these."""
     deployment = Deployment()
-    bad = SessionController(deployment, group="sampled")
-    bad.on_draft(tokens=4, steps=4, seconds=0.006)
-    play(bad, 400, kept=0)
-    assert not is_on(bad)
-    good = SessionController(deployment, group="greedy")
-    assert all(plan.draft_length for plan in play(good, 200)[2:])
+    waiting, ahead = deployment.group("sequential"), deployment.group("pipelined")
+    for _ in range(64):
+        deployment.record(outcome(), group=ahead, mode=Mode.PLAIN_PHASE, is_settled=True)
+        deployment.record(outcome(4, 0, waited_s=STEP_S), group=waiting, mode=Mode.ON, is_settled=True)
+    survival = [0.9**length for length in range(9)]
+    costs = deployment.round_costs(
+        survival=survival, longest=8, hits=(1.0, 0.5, 1.0), lines=1.0, bonus_is_drafted=False
+    )
+    assert deployment.gain(choose(costs), waiting) < 1.0 < deployment.gain(choose(costs), ahead)
 
 
 def test_while_nothing_is_known_a_few_sessions_try() -> None:
