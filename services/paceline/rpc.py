@@ -42,6 +42,7 @@ from paceline.errors import (
 logger = structlog.get_logger(__name__)
 
 ERROR_DOMAIN = "paceline"
+from paceline.tls import ClientTls
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 SPLIT_BYTES = 256 * 1024  # one long prompt must not hold up other sessions' verdicts
 
@@ -99,9 +100,21 @@ _SERVER_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A plaintext channel; made on the event loop that uses it, closed by the caller."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A channel, plaintext without `tls`; made on the event loop that uses it, closed by the caller.
+
+    The files of `tls` are read here, so a channel opened later knows what was renewed; raises `StartupFailed` for what
+    cannot be used.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    material = tls.read()
+    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    return grpc.aio.secure_channel(
+        address,
+        grpc.ssl_channel_credentials(material.ca, material.key, material.cert),
+        options=[*_CHANNEL_OPTIONS, *name],
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
