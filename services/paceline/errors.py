@@ -75,9 +75,33 @@ class ModelMismatch(PacelineError):
 
 
 class ModelUnavailable(PacelineError):
-    """The model cannot be found or loaded."""
+    """The model of a service cannot be found or loaded."""
+
+    reason = "MODEL_UNAVAILABLE"
+
+
+class ModelNotFound(PacelineError):
+    """The request is for a model that is not served here."""
 
     reason = "MODEL_NOT_FOUND"
+
+
+class RequestIdTaken(PacelineError):
+    """Another answer of the same caller that is running has the id that the request chose."""
+
+    reason = "REQUEST_ID_TAKEN"
+
+
+class AnswerCancelled(PacelineError):
+    """The caller has cancelled the answer by its id; what was streamed before stays valid."""
+
+    reason = "CANCELLED"
+
+
+class MethodNotFound(PacelineError):
+    """The server has no such method."""
+
+    reason = "METHOD_NOT_FOUND"
 
 
 class QueueFull(PacelineError):
@@ -94,6 +118,12 @@ class Unauthenticated(PacelineError):
     """The call brings no token, or none that is known here."""
 
     reason = "UNAUTHENTICATED"
+
+
+class PeerRefused(PacelineError):
+    """One of two services does not believe the other's certificate, or does not let its name in."""
+
+    reason = "PEER_REFUSED"
 
 
 class RateLimited(QueueFull):
