@@ -15,6 +15,7 @@ from orchestrator.replica_client import DrafterClient
 from orchestrator.stall import StallMeter
 from paceline.errors import ModelMismatch, PacelineError
 from paceline.telemetry import PoolMetrics
+from paceline.tls import ClientTls
 from paceline.types import ModelInfo, SessionSpec
 
 _FULL_PAUSE_S = 0.5
@@ -42,9 +43,10 @@ class DrafterPool(Pool[DrafterClient]):
         target_info: ModelInfo,
         silence_limit_s: float,
         metrics: PoolMetrics,
+        tls: ClientTls | None = None,
     ) -> None:
         super().__init__(directory, silence_limit_s=silence_limit_s, metrics=metrics)
-        self._target_info = target_info
+        self._target_info, self._tls = target_info, tls
         self._queue: dict[str, _Asker] = {}  # by session id, in the order of asking
         self._asked = asyncio.Event()
         self.stall = StallMeter()
@@ -112,7 +114,9 @@ class DrafterPool(Pool[DrafterClient]):
                 seat.release()
 
     def _new_client(self, replica: Replica) -> DrafterClient:
-        return DrafterClient(replica, self.board, admit=self._admit, silence_limit_s=self._silence_limit_s)
+        return DrafterClient(
+            replica, self.board, admit=self._admit, silence_limit_s=self._silence_limit_s, tls=self._tls
+        )
 
     def _admit(self, replica: Replica, info: ModelInfo) -> None:
         check_pairing(info, self._target_info)

@@ -186,6 +186,12 @@ class Pool(ABC, Generic[ClientT]):
         if refusals and all(refusals) and refusals[0] is not None:
             raise refusals[0]
 
+    @property
+    def last_failures(self) -> tuple[str, ...]:
+        """How the last attempts to reach replicas ended, each said once."""
+        failures = (member.client.last_failure for member in self._members.values())
+        return tuple(dict.fromkeys(failure for failure in failures if failure))
+
     def status(self) -> PoolStatus:
         return PoolStatus(
             name=self.name, replicas=tuple(self._replica_status(member) for member in self._members.values())

@@ -16,9 +16,10 @@ import structlog
 from google.protobuf.message import Message
 
 from orchestrator.board import Link, Load, PoolBoard, Replica
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerRefused
 from paceline.rpc import open_channel
 from paceline.streams import PairStream
+from paceline.tls import ClientTls
 from paceline.types import ModelInfo
 from paceline.v1 import drafter_service_pb2 as drafter_pb
 from paceline.v1 import drafter_service_pb2_grpc as drafter_grpc
@@ -31,6 +32,8 @@ logger = structlog.get_logger(__name__)
 
 _INFO_TIMEOUT_S = 5.0
 _RECONNECT_S = 0.25
+# What gRPC says where we have looked at a server's certificate and do not believe it.
+_UNBELIEVED = ("Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
 
 CommandT = TypeVar("CommandT", bound=Message)
 CommandT_contra = TypeVar("CommandT_contra", bound=Message, contravariant=True)
@@ -70,11 +73,14 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
         *,
         admit: Callable[[Replica, ModelInfo], None],
         silence_limit_s: float,
+        tls: ClientTls | None = None,
     ) -> None:
-        """`admit` raises `PacelineError` for a model that cannot be used in this pool."""
+        """`admit` raises `PacelineError` for a model that cannot be used in this pool; without `tls` it is plaintext."""
         self.replica = replica
         self.info: ModelInfo | None = None
         self.refusal: PacelineError | None = None  # why the replica that answers is not used
+        self.last_failure = ""  # how the last attempt to reach it ended, in gRPC's words
+        self._tls = tls
         self.stale_items = 0
         self._board, self._admit, self._silence_limit_s = board, admit, silence_limit_s
         self._stream: Stream[Any] | None = None
@@ -93,12 +99,22 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
     async def run(self) -> None:
         """Keep a stream to the replica until cancelled."""
         try:
-            async with self._open_channel() as channel:
-                while True:
-                    await self._run_once(channel)
-                    await asyncio.sleep(_RECONNECT_S)
+            while True:
+                await self._connect_once()
+                await asyncio.sleep(_RECONNECT_S)
         finally:
             self._settled.set()
+
+    async def _connect_once(self) -> None:
+        """A channel for each attempt, which then shows and believes the certificates of that moment."""
+        try:
+            channel = self._open_channel()
+        except PacelineError as error:  # what was renewed cannot be used
+            self._refuse(error)
+            self._settled.set()
+            return
+        async with channel as opened:
+            await self._run_once(opened)
 
     def send(self, command: CommandT) -> None:
         """Queue a command; once the replica is gone it goes nowhere. Raises `QueueFull` if the replica does not read."""
@@ -117,8 +133,8 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
             session.on_draining()
 
     def _open_channel(self) -> AbstractAsyncContextManager[Any]:
-        """What the replica is reached through, again and again, until the block ends."""
-        return open_channel(self.replica.address)
+        """What the replica is reached through until the block ends."""
+        return open_channel(self.replica.address, self._tls)
 
     @abstractmethod
     async def _fetch_info(self, channel: grpc.aio.Channel) -> session_pb.ModelInfo: ...
@@ -144,16 +160,37 @@ class ReplicaClient(ABC, Generic[CommandT, EventT]):
         try:
             info = info_from_proto(await self._fetch_info(channel))
             self._admit(self.replica, info)
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
+            self.last_failure = error.details() or error.code().name
+            distrust = self._distrust(error)
+            if distrust is not None:
+                self._refuse(distrust)
             return False
         except PacelineError as error:
-            if self.refusal is None:
-                logger.error(f"{self.kind} refused", address=self.replica.address, reason=error.message)
-            self.refusal = error
-            self._board.refuse(self.replica.replica_id)
+            self._refuse(error)
             return False
-        self.info, self.refusal = info, None
+        self.info, self.refusal, self.last_failure = info, None, ""
         return True
+
+    def _refuse(self, error: PacelineError) -> None:
+        if self.refusal is None:
+            logger.error(f"{self.kind} refused", address=self.replica.address, reason=error.message)
+        self.refusal = error
+        self._board.refuse(self.replica.replica_id)
+
+    def _distrust(self, error: grpc.aio.AioRpcError) -> PeerRefused | None:
+        """Who of the two does not believe the other; None if the replica may only be away."""
+        if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+            return PeerRefused(
+                f"The {self.kind} at {self.replica.address} refuses this orchestrator: {error.details()}"
+            )
+        if self._tls is not None and any(words in self.last_failure for words in _UNBELIEVED):
+            return PeerRefused(
+                f"The certificate of the {self.kind} at {self.replica.address} is not believed: it must bear the name "
+                f"{self._tls.server_name}, be signed by the authority in {self._tls.ca}, and not have expired "
+                f"({self.last_failure})."
+            )
+        return None
 
     async def _serve(self, stream: Stream[CommandT]) -> None:
         assert self.info is not None, "identified before it is streamed with"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import structlog
@@ -48,7 +49,7 @@ async def serve_orchestrator(
     settings: OrchestratorSettings,
     *,
     target_addresses: Sequence[str] = (),
-    new_target_client: NewTargetClient = TargetClient,
+    new_target_client: NewTargetClient | None = None,
 ) -> None:
     """Connect, then serve until asked to stop; raises `StartupFailed` if no target can be reached.
 
@@ -90,21 +91,26 @@ async def open_generator(
     drafters: Directory | None,
     registry: CollectorRegistry,
     on_broken: Callable[[], None] = _ignore,
-    new_target_client: NewTargetClient = TargetClient,
+    new_target_client: NewTargetClient | None = None,
 ) -> AsyncIterator[Generator]:
     """A generator over the pools of two directories, connected until the block ends.
+
+    Targets are reached over gRPC, unless it is given what makes their clients.
 
     Raises `StartupFailed` if no target answers in time, `ModelMismatch` if every target, or every drafter, is refused.
     `on_broken` is called if the connections fail in a way that is no replica's fault; leaving the block then raises it.
     """
     metrics, pool_metrics = SpeculationMetrics(registry), PoolMetrics(registry)
+    for tls in (settings.target_tls, settings.drafter_tls):
+        if tls is not None:
+            tls.read()  # what cannot be used is said now, and not by replicas that cannot be reached
     async with AsyncExitStack() as connections:
         target = TargetPool(
             targets,
             limits=FailoverLimits(timeout_s=settings.failover_timeout_s, max_migrations=settings.max_migrations),
             silence_limit_s=settings.silence_limit_s,
             metrics=pool_metrics,
-            new_client=new_target_client,
+            new_client=new_target_client or partial(TargetClient, tls=settings.target_tls),
         )
         await connections.enter_async_context(_kept_connected(target, on_broken))
         target_info = await _connected_target(target, settings)
@@ -112,7 +118,11 @@ async def open_generator(
         drafter = None
         if drafters is not None:
             drafter = DrafterPool(
-                drafters, target_info=target_info, silence_limit_s=settings.silence_limit_s, metrics=pool_metrics
+                drafters,
+                target_info=target_info,
+                silence_limit_s=settings.silence_limit_s,
+                metrics=pool_metrics,
+                tls=settings.drafter_tls,
             )
             await connections.enter_async_context(_kept_connected(drafter, on_broken))
             if not await drafter.wait_connected(settings.drafter_timeout_s):
@@ -155,6 +165,11 @@ async def _connected_target(target: TargetPool, settings: OrchestratorSettings) 
             if where
             else "No target answers; see to it that the pool of targets can start."
         )
+        if settings.target_tls is not None:
+            # A server that does not believe our certificate closes the connection without a word.
+            last = "; ".join(target.last_failures) or "none was made"
+            sentence += f" Over TLS it must believe --tls-cert; the last attempt: {last}."
+        raise StartupFailed(sentence)
     return target.info
 
 

@@ -16,6 +16,7 @@ from paceline.engine.interface import Memory
 from paceline.engine.memory import Allocation, MemoryLimits
 from paceline.engine.model import CausalModel
 from paceline.errors import PacelineError
+from paceline.exposure import refuse_exposure, warn_of_trust
 from paceline.model_thread import CommandT_contra, EventT_co, ModelThread, Worker
 from paceline.process import Lifetime, until_idle
 from paceline.rpc import Server
@@ -122,8 +123,10 @@ class ModelService(Generic[CommandT, EventT]):
     async def __call__(self, lifetime: Lifetime) -> None:
         """Serve until asked to stop; then drain, end the streams and the thread. Raises if the model thread broke."""
         settings = self._settings
+        refuse_exposure(settings)
+        warn_of_trust(settings)
         self.serve_metrics()
-        server = Server(host=settings.host, port=settings.port)
+        server = Server(host=settings.host, port=settings.port, tls=settings.server_tls)
         self._register(self._servicer, server.registrar)
         await server.start(self._service_name)
         async with self.running(lifetime.stop):

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from paceline.errors import PacelineError
+from paceline.exposure import refuse_exposure
+from paceline.logs import configure_logging
 from paceline.settings import ServiceSettings
-from paceline.telemetry import configure_logging
 
 logger = structlog.get_logger(__name__)
 
@@ -86,8 +87,9 @@ def run_service(service: str, settings_type: type[SettingsT], prepare: Callable[
         settings = CliApp.run(settings_type)
     except ValidationError as error:
         _exit_with("; ".join(_setting_sentence(problem) for problem in error.errors()), status=2)
-    configure_logging(settings.log_level, service=service)
+    configure_logging(settings.log_level, service=service, takes_libraries=True)
     try:
+        refuse_exposure(settings)  # before a model loads, which may take minutes
         serve = prepare(settings)
         # What the libraries have made lives for ever: without it a full collection takes microseconds, not a tenth of
         # a second in the middle of somebody's round.

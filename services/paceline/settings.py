@@ -6,12 +6,14 @@ One frozen object a service, built once at start and passed down as values; noth
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from paceline.tls import ClientTls, ServerTls
 from paceline.types import MAX_DRAFT_LENGTH, MAX_FAN_OUT
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -52,6 +54,14 @@ def _config(env_prefix: str) -> SettingsConfigDict:
     )
 
 
+def _none_if_empty(value: object) -> object:
+    return None if value == "" else value
+
+
+OptionalPath = Annotated[Path | None, BeforeValidator(_none_if_empty)]
+"""A file, or none; an empty variable in the environment means none."""
+
+
 class ServiceSettings(BaseSettings):
     """What every service can be told."""
 
@@ -64,6 +74,36 @@ class ServiceSettings(BaseSettings):
     max_sessions: int = Field(256, ge=1, description="Sessions held at once.")
     heartbeat_s: float = Field(1.0, gt=0, description="Seconds between two signs of life on a stream.")
     drain_s: float = Field(5.0, ge=0, description="Seconds that running sessions get to end before the service stops.")
+    tls_cert: OptionalPath = Field(
+        None, description="PEM file of the certificate that this service shows to the others of Paceline."
+    )
+    tls_key: OptionalPath = Field(None, description="PEM file of its key.")
+    tls_ca: OptionalPath = Field(
+        None,
+        validate_default=True,
+        description="PEM file of the authority whose certificates the services of Paceline believe.",
+    )
+    trust_network: bool = Field(
+        False, description="Listen on any host without protection: strangers cannot reach this network."
+    )
+
+    @field_validator("tls_ca")
+    @classmethod
+    def _all_three_or_none(cls, value: Path | None, others: ValidationInfo) -> Path | None:
+        given = [bool(path) for path in (others.data.get("tls_cert"), others.data.get("tls_key"), value)]
+        if any(given) and not all(given):
+            raise ValueError("goes together with --tls-cert and --tls-key; give all three, or none")
+        return value
+
+    @property
+    @abstractmethod
+    def is_protected(self) -> bool:
+        """Whether whoever may not call is refused, by certificate or token."""
+
+    @property
+    @abstractmethod
+    def protection_options(self) -> str:
+        """How it would be protected, in words for a person."""
 
 
 class ModelServiceSettings(ServiceSettings):
@@ -77,6 +117,11 @@ class ModelServiceSettings(ServiceSettings):
         default=5.0, ge=0, description="Seconds that the sessions of an orchestrator outlive its connection."
     )
     session_idle_ttl_s: float = Field(120.0, gt=0, description="Seconds after which an unused session is forgotten.")
+    tls_clients: str = Field(
+        "orchestrator.paceline",
+        description="With certificates: names of which a caller's must bear one, with commas between them; empty: any "
+        "that the authority has signed.",
+    )
     quantization: Annotated[dict[str, Any], NoDecode, BeforeValidator(_quantization)] = Field(
         {},
         description="transformers quantization config as JSON, or a method's name; {} loads the weights as they are.",
@@ -115,6 +160,22 @@ class ModelServiceSettings(ServiceSettings):
     emulated_step_ms_per_token: float = Field(
         0.0, ge=0, le=60_000, description="Milliseconds more for each token fed in a held step."
     )
+
+    @property
+    def server_tls(self) -> ServerTls | None:
+        """How orchestrators are let in; None: in plaintext."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        names = frozenset(_addresses(self.tls_clients))
+        return ServerTls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_ca, client_names=names)
+
+    @property
+    def is_protected(self) -> bool:
+        return self.server_tls is not None
+
+    @property
+    def protection_options(self) -> str:
+        return "it certificates by --tls-cert, --tls-key and --tls-ca"
 
     @property
     def is_emulated(self) -> bool:
@@ -267,8 +328,55 @@ class OrchestratorSettings(ServiceSettings):
     max_migrations: int = Field(
         8, ge=0, description="Targets that an answer may lose in a row, none giving a verdict, before it fails."
     )
+    max_queued_requests: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Requests that wait while --max-sessions answers run; beyond it they are refused at once. auto takes "
+        "half of --max-sessions, so that waiting adds at most half to the time of an answer; 0: nobody waits.",
+    )
+    queue_timeout_s: float = Field(
+        10.0, gt=0, description="Longest that a request waits to begin; one that would wait longer is refused at once."
+    )
+    stalled_reader_timeout_s: float = Field(
+        60.0, gt=0, description="An answer of which nothing was read for so long is ended; its caller can resume it."
+    )
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that name none.")
+    max_tokens_limit: int = Field(131_072, ge=1, description="Largest max_tokens that a request may ask for.")
     max_prompt_tokens: int = Field(131_072, ge=1, description="Longest prompt taken, whatever the model's context.")
+
+    target_tls_name: str = Field(
+        "target.paceline", min_length=1, description="With certificates: the name that a target's must bear."
+    )
+    drafter_tls_name: str = Field(
+        "drafter.paceline", min_length=1, description="With certificates: the name that a drafter's must bear."
+    )
+    public_tls_cert: OptionalPath = Field(
+        None, description="PEM file of the certificate that callers of this orchestrator see; none: plaintext."
+    )
+    public_tls_key: OptionalPath = Field(None, validate_default=True, description="PEM file of its key.")
+    public_tls_ca: OptionalPath = Field(
+        None,
+        validate_default=True,
+        description="PEM file of the authority that must have signed a caller's certificate; none: callers need none.",
+    )
+    tokens_file: OptionalPath = Field(
+        None, description="File of the tokens that callers need, made by `paceline token new`; none: no tokens."
+    )
+
+    @field_validator("public_tls_key")
+    @classmethod
+    def _key_with_certificate(cls, value: Path | None, others: ValidationInfo) -> Path | None:
+        if bool(value) != bool(others.data.get("public_tls_cert")):
+            raise ValueError("goes together with --public-tls-cert; give both, or none")
+        return value
+
+    @field_validator("public_tls_ca")
+    @classmethod
+    def _authority_with_certificate(cls, value: Path | None, others: ValidationInfo) -> Path | None:
+        if value and not others.data.get("public_tls_cert"):
+            raise ValueError(
+                "goes together with --public-tls-cert and --public-tls-key; give all three, or leave it out"
+            )
+        return value
 
     @field_validator("target")
     @classmethod
@@ -284,6 +392,43 @@ class OrchestratorSettings(ServiceSettings):
     @classmethod
     def _none_means_none(cls, value: str | None) -> str | None:
         return None if value in (None, "", "none") else value
+
+    @property
+    def target_tls(self) -> ClientTls | None:
+        """How targets are reached; None: in plaintext."""
+        return self._client_tls(self.target_tls_name)
+
+    @property
+    def drafter_tls(self) -> ClientTls | None:
+        """How drafters are reached; None: in plaintext."""
+        return self._client_tls(self.drafter_tls_name)
+
+    def _client_tls(self, server_name: str) -> ClientTls | None:
+        if self.tls_ca is None:
+            return None
+        return ClientTls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key, server_name=server_name)
+
+    @property
+    def public_tls(self) -> ServerTls | None:
+        """How callers are let in, over gRPC and HTTP; None: in plaintext."""
+        if self.public_tls_cert is None or self.public_tls_key is None:
+            return None
+        return ServerTls(cert=self.public_tls_cert, key=self.public_tls_key, client_ca=self.public_tls_ca)
+
+    @property
+    def is_protected(self) -> bool:
+        return self.tokens_file is not None or self.public_tls_ca is not None
+
+    @property
+    def protection_options(self) -> str:
+        return (
+            "callers tokens by --tokens-file or certificates by --public-tls-cert, --public-tls-key and --public-tls-ca"
+        )
+
+    @property
+    def longest_queue(self) -> int:
+        """Requests that may wait."""
+        return self.max_sessions // 2 if self.max_queued_requests == "auto" else self.max_queued_requests
 
     @property
     def target_addresses(self) -> tuple[str, ...]:
