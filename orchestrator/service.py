@@ -160,7 +160,7 @@ async def _serve(lifetime: Lifetime, settings: OrchestratorSettings, generator: 
 async def _connected_target(target: TargetPool, settings: OrchestratorSettings) -> ModelInfo:
     if not await target.wait_connected(settings.connect_timeout_s) or target.info is None:
         where = " or ".join(settings.target_addresses)
-        raise StartupFailed(
+        sentence = (
             f"No target answers at {where}; start one with `python -m target_service` and name it by --target."
             if where
             else "No target answers; see to it that the pool of targets can start."
