@@ -9,9 +9,9 @@ import ray
 from ray.serve import metrics
 
 from drafter_service.service import prepare
+from paceline.logs import configure_logging
 from paceline.replica import ZONE_LABEL, ModelReplica, ReplicaDeployment
 from paceline.settings import DrafterSettings
-from paceline.telemetry import configure_logging
 
 
 class DrafterReplica(ReplicaDeployment):

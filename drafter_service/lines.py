@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Generic
 
 from drafter_service.likelihood import LEAST_LIKELIHOOD
-from drafter_service.method import DraftedToken, DraftView, StateT
+from drafter_service.method import DraftView, StateT
 from paceline.prefix import TokenPrefix, extend_digest
+from paceline.sampling import DraftedToken
 from paceline.types import SessionSpec
 
 
@@ -111,7 +112,7 @@ class Line(Generic[StateT]):
 
 
 def _token_id(node: Node) -> int:
-    return node.drafted.guesses[node.place - 1].token_id if node.is_guess else node.drafted.token_id
+    return node.drafted.guess_ids[node.place - 1] if node.place else node.drafted.token_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class LineTree(Generic[StateT]):
         node = parent.nodes[index]
         node.opened.add(bud.place)
         digest = parent.nodes[index - 1].digest if index else self.prefix.digest()
-        token_id = node.drafted.guesses[bud.place - 1].token_id
+        token_id = node.drafted.guess_ids[bud.place - 1]
         guess = Node(node.drafted, bud.place, extend_digest(digest, token_id), node.likelihoods)
         line = self._new_line([*parent.nodes[:index], guess], start=index)
         line.state = fork_state(parent.state, line, self.committed_length + index)

@@ -10,31 +10,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from paceline.engine.interface import Memory
 from paceline.errors import PacelineError
-from paceline.sampling import SparseDistribution
+from paceline.sampling import DraftedToken
 from paceline.types import SessionSpec
 
 StateT = TypeVar("StateT")
-
-
-# Tuples rather than dataclasses, which take twice as long to make: each line of each step takes a dozen of these.
-class Guess(NamedTuple):
-    """Another token that may turn out to be the right one, and how likely the method takes that to be."""
-
-    token_id: int
-    likelihood: float
-
-
-class DraftedToken(NamedTuple):
-    """One proposed token, and what it was drawn from where the rule needs it (None: deterministic).
-
-    `likelihood` is the method's own estimate that the token is right if all before it are; `guesses` are the likeliest
-    other tokens in its place, likeliest first. Together they are at most 1.
-    """
-
-    token_id: int
-    distribution: SparseDistribution | None = None
-    likelihood: float = 1.0
-    guesses: tuple[Guess, ...] = ()
 
 
 class DraftView(Protocol):
@@ -52,6 +31,7 @@ class DraftView(Protocol):
         """The tokens behind the committed ones that the next token continues: those drafted, and guesses among them."""
 
 
+# Tuples rather than dataclasses, which take twice as long to make: each line of each step takes some of these.
 class DraftWork(NamedTuple, Generic[StateT]):
     """What one session wants: up to `max_tokens` tokens that continue its ids; 0: to catch up with the committed ones,
     so that the next draft starts at once. With each token, up to `fan_out` guesses.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from drafter_service.drafter import Command, DrafterEvent
-from drafter_service.method import DraftedToken
 from drafter_service.session import Commit, Drafted
 from paceline.errors import PacelineError, PayloadInvalid
 from paceline.packing import pack_distribution
 from paceline.rpc import Context, mapped_errors
+from paceline.sampling import DraftedToken
 from paceline.sessions import Address, Close, Open, PeerGone
 from paceline.streams import PeerStreams
 from paceline.telemetry import ServiceMetrics

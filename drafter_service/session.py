@@ -13,8 +13,9 @@ from typing import Generic
 
 from drafter_service.likelihood import LEAST_LIKELIHOOD, Sharpness, static_likelihoods
 from drafter_service.lines import Bud, Committed, Line, LineTree, Run
-from drafter_service.method import DraftedToken, DraftView, StateT
+from drafter_service.method import DraftView, StateT
 from paceline.errors import LengthMismatch
+from paceline.sampling import DraftedToken
 from paceline.sessions import Address
 from paceline.types import SessionSpec, VerificationRule
 
@@ -136,10 +137,10 @@ class DraftSession(Generic[StateT]):
 
     def _learn(self, committed: Committed[StateT]) -> None:
         for token, token_id in committed.decided:
-            if token.guesses:
-                named = [token.token_id, *(guess.token_id for guess in token.guesses)]
+            if token.guess_ids:
+                named = (token.token_id, *token.guess_ids)
                 place = named.index(token_id) if token_id in named else len(named)
-                self._sharpness.observe(_estimates(token), place)
+                self._sharpness.observe(token.estimates, place)
 
     # ---- what it wants
 
@@ -250,11 +251,7 @@ class DraftSession(Generic[StateT]):
         digest = self.trunk.nodes[sent - 1].digest if sent else self.tree.prefix.digest()
         return self.committed_length + sent, digest
 
-    def _likelihoods(self, token: DraftedToken) -> list[float]:
+    def _likelihoods(self, token: DraftedToken) -> Sequence[float]:
         if self._is_static:
-            return static_likelihoods(self._acceptance, len(token.guesses))
-        return self._sharpness.likelihoods(_estimates(token)) if token.guesses else [token.likelihood]
-
-
-def _estimates(token: DraftedToken) -> list[float]:
-    return [token.likelihood, *(guess.likelihood for guess in token.guesses)]
+            return static_likelihoods(self._acceptance, len(token.guess_ids))
+        return self._sharpness.likelihoods(token.estimates) if token.guess_ids else token.estimates

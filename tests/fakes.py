@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from drafter_service.drafter import Drafter, DrafterEvent, Entry
-from drafter_service.method import DraftedToken, DraftMethod
+from drafter_service.method import DraftMethod
 from drafter_service.servicer import proposal_of
 from drafter_service.session import Commit
-from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan
+from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan, TimedRows
 from orchestrator.proposals import ProposalStore
 from paceline.engine.block_pool import BlockPool, BlockTable
 from paceline.engine.interface import Extension
@@ -23,7 +24,7 @@ from paceline.errors import PacelineError
 from paceline.packing import unpack_distribution
 from paceline.prefix import TokenPrefix
 from paceline.rejection import judge_draft
-from paceline.sampling import TokenHistory
+from paceline.sampling import DraftedToken, TokenHistory
 from paceline.sessions import Address, Open, SessionTable
 from paceline.types import (
     Draft,
@@ -263,7 +264,20 @@ class SoloVerifier:
         return VerdictRows(base_length=draft.base_length, rows=self.verifier.judge(session, draft, logits))
 
 
-class LocalTarget:
+def timed(rows: VerdictRows) -> TimedRows:
+    """Rows that were asked for and came now."""
+    now_s = time.perf_counter()
+    return TimedRows(rows, now_s, now_s)
+
+
+class UnhurriedTarget:
+    """The part of a target (`loop.Target`) that begins with nothing before it is waited for."""
+
+    def ask(self, prefix: TokenPrefix, draft: Draft) -> None:
+        """It could not be sent at once."""
+
+
+class LocalTarget(UnhurriedTarget):
     """A target in this process (`loop.Target`); `meanwhile` is what happens elsewhere while it judges a draft."""
 
     def __init__(self, model: FakeModel, spec: SessionSpec, *, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -271,7 +285,7 @@ class LocalTarget:
         self._session: TargetSession[FakeCache] | None = None
         self._sent_length = 0
 
-    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
         if self._session is None:
             self._session = self._verifier.open(self._spec, prefix.ids)
             self._sent_length = len(prefix)
@@ -287,7 +301,7 @@ class LocalTarget:
         )
         self._sent_length = len(prefix)
         self._meanwhile()
-        return verdict
+        return timed(verdict)
 
 
 class View:
@@ -356,6 +370,11 @@ class LocalDrafts:
 
     def available(self, prefix: TokenPrefix, max_length: int) -> int:
         return self.store.available(prefix.digest(), max_length)
+
+    def is_ready(self, prefix: TokenPrefix, plan: RoundPlan) -> bool:
+        digest = prefix.digest()
+        draft = self.store.find(digest, plan.draft_length)
+        return draft is not None and self._is_enough(draft, digest, plan)
 
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
         digest = prefix.digest()

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Generic, NamedTuple
+from weakref import WeakValueDictionary
 
 import structlog
 import torch
 from torch import Tensor
 
-from drafter_service.method import DraftedToken, DraftView, DraftWork, Guess, Outcome, Progress
+from drafter_service.method import DraftView, DraftWork, Outcome, Progress
 from drafter_service.registry import BuiltMethod
 from paceline.engine.emulation import emulated
 from paceline.engine.interface import CacheT, Memory, Model
@@ -22,9 +23,9 @@ from paceline.engine.step_plan import StepPlanner, Wish
 from paceline.engine.vocabulary_bridge import intersected
 from paceline.errors import PacelineError, internal_error
 from paceline.model_service import load_model
-from paceline.sampling import DraftChoice, DraftRow, TokenHistory, choose_draft_tokens
+from paceline.sampling import DraftedToken, DraftRow, TokenHistory, choose_draft_tokens
 from paceline.settings import DrafterSettings
-from paceline.types import ModelInfo, SamplingParams, VerificationRule
+from paceline.types import ModelInfo, SamplingParams, SessionSpec, VerificationRule
 
 logger = structlog.get_logger(__name__)
 
@@ -38,7 +39,8 @@ class SharedTokens(Generic[CacheT]):
     `states` are those that are open, in the order of opening: the first is the session's own, all others are branches'.
     """
 
-    def __init__(self, session: DraftView, *, opened: int, clock: Callable[[], float]) -> None:
+    def __init__(self, session: DraftView, law: _Law, *, opened: int, clock: Callable[[], float]) -> None:
+        self.spec, self.law = session.spec, law
         prompt_length = session.spec.prompt_length
         self.committed_ids, self.opened = session.committed_ids, opened
         self.states: list[DraftState[CacheT]] = []
@@ -51,32 +53,27 @@ class SharedTokens(Generic[CacheT]):
     def is_silent(self) -> bool:
         return self._clock() - self._asked_s > _SILENT_S
 
-    def follow(self) -> None:
+    def follow(self, now_s: float) -> None:
         """The session has work: take over what was committed since."""
         if len(self.committed_ids) > self._known_length:
             self.history.extend(self.committed_ids[self._known_length :])
             self._known_length = len(self.committed_ids)
-        self._asked_s = self._clock()
+        self._asked_s = now_s
 
 
 class DraftState(Generic[CacheT]):
     """What the draft model keeps for a line of tokens of a session (`step_plan.Feeder`).
+
+    Branches give up their memory before any session does; one that stays alone is the session: `opened` says so.
 
     Invariant: the cache holds the first `cache.length` of the line's ids, always fewer than all of them.
     """
 
     def __init__(self, shared: SharedTokens[CacheT], cache: CacheT, *, number: int) -> None:
         self.shared, self.cache, self.number = shared, cache, number
+        self.committed_ids = shared.committed_ids
+        self.opened = _BRANCH_AGE + number if shared.states else shared.opened
         shared.states.append(self)
-
-    @property
-    def opened(self) -> int:
-        """Branches give up their memory before any session does; one that stays alone is the session."""
-        return self.shared.opened if self.shared.states[0] is self else _BRANCH_AGE + self.number
-
-    @property
-    def committed_ids(self) -> Sequence[int]:
-        return self.shared.committed_ids
 
     @property
     def is_silent(self) -> bool:
@@ -100,6 +97,7 @@ class DraftModelMethod(Generic[CacheT]):
         self._model, self._entries, self._clock = model, distribution_entries, clock
         self._numbers = count()
         self._holders: dict[int, DraftState[CacheT]] = {}  # by number: those that may hold memory
+        self._laws: WeakValueDictionary[tuple[SamplingParams, VerificationRule, int], _Law] = WeakValueDictionary()
         self._planner = StepPlanner(model, holders=self._holders.values, max_batch_tokens=max_batch_tokens)
 
     @property
@@ -116,7 +114,7 @@ class DraftModelMethod(Generic[CacheT]):
 
     def open(self, session: DraftView) -> DraftState[CacheT]:
         number = next(self._numbers)
-        shared = SharedTokens[CacheT](session, opened=number, clock=self._clock)
+        shared = SharedTokens[CacheT](session, self._law(session.spec), opened=number, clock=self._clock)
         return DraftState(shared, self._model.new_cache(), number=number)
 
     def fork(self, state: DraftState[CacheT], session: DraftView, length: int) -> DraftState[CacheT]:
@@ -131,24 +129,28 @@ class DraftModelMethod(Generic[CacheT]):
 
         After a draft that was kept whole, its last token and the bonus are fed in the same pass.
         """
-        wishes = [self._wish(work) for work in batch]
+        now_s = self._clock()
+        wishes = [self._wish(work, now_s) for work in batch]
         parts = self._planner.plan(wishes)
         rows = self._model.step([part.extension() for part in parts]) if parts else []
         self._planner.share_prefixes(parts)
-        fed = {part.wish.feeder.opened: (part, row) for part, row in zip(parts, rows, strict=True)}
+        fed = {part.wish.feeder.opened: (part.count, logits) for part, logits in zip(parts, rows, strict=True)}
         outcomes: list[Outcome] = []
-        places: list[_Place[CacheT]] = []
-        for work, wish in zip(batch, wishes, strict=True):
-            part, logits = fed.get(work.state.opened, (None, None))
-            fed_tokens = part.count if part else 0
-            if work.max_tokens and wish.remaining <= 0:
+        places: dict[tuple[_Law, int], list[_Place]] = {}  # those whose tokens can be drawn together
+        for number, (work, wish) in enumerate(zip(batch, wishes, strict=True)):
+            shared = work.state.shared
+            count, logits = fed.get(work.state.opened, _NOTHING_FED)
+            is_fed = wish.remaining <= 0
+            if is_fed and work.max_tokens:
                 assert logits is not None, "to draft, at least one token is fed"
-                places.append(_Place(len(outcomes), fed_tokens, work, _row(work, logits[0])))
-            outcomes.append(Progress(fed_tokens, None if wish.remaining > 0 else ()))
-        for place, drafted in zip(places, self._draw(places), strict=True):
-            outcomes[place.index] = (
-                drafted if isinstance(drafted, PacelineError) else Progress(place.fed_tokens, (drafted,))
-            )
+                row = DraftRow(logits, shared.history, wish.ids, shared.spec.seed, wish.length)
+                places.setdefault((shared.law, work.fan_out), []).append(_Place(number, count, shared.spec, row))
+            outcomes.append(Progress(count, () if is_fed else None))
+        for (law, guesses), alike in places.items():
+            for place, drafted in zip(alike, self._draw(alike, law, guesses), strict=True):
+                outcomes[place.number] = (
+                    drafted if isinstance(drafted, PacelineError) else Progress(place.fed_tokens, (drafted,))
+                )
         return outcomes
 
     def rewind(self, state: DraftState[CacheT], length: int) -> None:
@@ -163,104 +165,76 @@ class DraftModelMethod(Generic[CacheT]):
         open_states.remove(state)
         if open_states:
             # A branch may have become the session's own line; before the release, so that one of them always counts.
+            open_states[0].opened = state.shared.opened
             self._model.adopt(open_states[0].cache)
         self._model.release(state.cache)
 
-    def _wish(self, work: DraftWork[DraftState[CacheT]]) -> Wish[CacheT]:
+    def _law(self, spec: SessionSpec) -> _Law:
+        """The one of all open sessions that are alike."""
+        law = _Law(spec.sampling, spec.effective_rule, spec.vocab_size)
+        return self._laws.setdefault((law.params, law.rule, law.vocab_size), law)
+
+    def _wish(self, work: DraftWork[DraftState[CacheT]], now_s: float) -> Wish[CacheT]:
         """To draft takes all ids; to catch up, all committed ones but the last, which is fed with the next draft."""
         state, session = work.state, work.session
-        state.shared.follow()
+        state.shared.follow(now_s)
         self._holders[state.number] = state
         drafted, committed_length = session.drafted_ids, len(session.committed_ids)
         if work.max_tokens:
             return Wish(state, drafted, committed_length + len(drafted), 1)
         return Wish(state, drafted, committed_length - 1, 0)
 
-    def _draw(self, places: Sequence[_Place[CacheT]]) -> list[DraftedToken | PacelineError]:
-        """A token for each place: those of one law are drawn together, as long as none of them fails."""
-        drafted: dict[int, DraftedToken | PacelineError] = {}
-        by_law: dict[_Law, list[_Place[CacheT]]] = {}
-        for place in places:
-            by_law.setdefault(_law(place.work), []).append(place)
-        for law, alike in by_law.items():
-            for place, token in zip(alike, self._draw_alike(law, alike), strict=True):
-                drafted[place.index] = token
-        return [drafted[place.index] for place in places]
-
-    def _draw_alike(self, law: _Law, places: Sequence[_Place[CacheT]]) -> list[DraftedToken | PacelineError]:
+    def _draw(self, places: Sequence[_Place], law: _Law, guesses: int) -> list[DraftedToken | PacelineError]:
+        """A token for each place, drawn together as long as none of them fails."""
+        rows = [place.row for place in places]
+        if law.vocab_size != self._model.vocab_size:
+            rows = [row._replace(logits=fit_vocabulary(row.logits, law.vocab_size)) for row in rows]
         try:
-            choices = choose_draft_tokens(
-                [place.row for place in places],
-                params=law.params,
-                rule=law.rule,
-                max_entries=self._entries,
-                guesses=law.guesses,
-            )
+            return [
+                *choose_draft_tokens(rows, params=law.params, rule=law.rule, max_entries=self._entries, guesses=guesses)
+            ]
         except Exception as error:
             if len(places) > 1:
-                return [drafted for place in places for drafted in self._draw_alike(law, [place])]
+                return [drafted for place in places for drafted in self._draw([place], law, guesses)]
             if isinstance(error, PacelineError):
                 return [error]
             # A fault of ours, met in one session's row: the others have their tokens.
-            session_id = places[0].work.session.spec.session_id
-            logger.exception("a draft token could not be drawn", session_id=session_id)
+            logger.exception("a draft token could not be drawn", session_id=places[0].spec.session_id)
             return [internal_error()]
-        return [_drafted(choice) for choice in choices]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place(Generic[CacheT]):
-    """Where a step came to draw a token: for the `index`-th work of the batch."""
+_NOTHING_FED: tuple[int, Tensor | None] = (0, None)
 
-    index: int
+
+class _Place(NamedTuple):
+    """Where a step came to draw a token, with the number of the work that it is for in the batch."""
+
+    number: int
     fed_tokens: int
-    work: DraftWork[DraftState[CacheT]]
+    spec: SessionSpec
     row: DraftRow
 
 
-class _Law(NamedTuple):
-    """What places must have in common for their tokens to be drawn together."""
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class _Law:
+    """What sessions must have in common for their tokens to be drawn together; those that have it hold the same object,
+    so that nothing is compared in a step."""
 
     params: SamplingParams
     rule: VerificationRule
     vocab_size: int
-    guesses: int
-
-
-def _law(work: DraftWork[DraftState[CacheT]]) -> _Law:
-    spec = work.session.spec
-    return _Law(spec.sampling, spec.effective_rule, spec.vocab_size, work.fan_out)
-
-
-def _row(
-    work: DraftWork[DraftState[CacheT]],
-    logits: Tensor,  # [draft_vocab_size]
-) -> DraftRow:
-    session, drafted = work.session, work.session.drafted_ids
-    return DraftRow(
-        fit_vocabulary(logits, session.spec.vocab_size),
-        work.state.shared.history,
-        drafted,
-        session.spec.seed,
-        len(session.committed_ids) + len(drafted),
-    )
-
-
-def _drafted(choice: DraftChoice) -> DraftedToken:
-    guesses = tuple([Guess(token_id, likelihood) for token_id, likelihood in choice.guesses])
-    return DraftedToken(choice.token_id, choice.distribution, choice.likelihood, guesses)
 
 
 def fit_vocabulary(
-    logits: Tensor,  # [draft_vocab_size]
+    logits: Tensor,  # [..., draft_vocab_size]
     vocab_size: int,
-) -> Tensor:  # [vocab_size]
-    """Cut or pad a row to the target's vocabulary: models of one tokenizer differ in unused rows at the end."""
-    missing = vocab_size - logits.shape[0]
+) -> Tensor:  # [..., vocab_size]
+    """Cut or pad rows to the target's vocabulary: models of one tokenizer differ in unused rows at the end."""
+    missing = vocab_size - logits.shape[-1]
     if missing == 0:
         return logits
     if missing < 0:
-        return logits[:vocab_size]
+        return logits[..., :vocab_size]
     return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from drafter_service.method import DraftedToken, DraftMethod, DraftView, DraftWork, Outcome, Progress, StateT
+from drafter_service.method import DraftMethod, DraftView, DraftWork, Outcome, Progress, StateT
 from drafter_service.methods import draft_model
 from drafter_service.registry import BuiltMethod
 from drafter_service.suffixes import SessionSuffixes, suffix_cache
 from paceline.engine.interface import Memory
 from paceline.lookup.suffix import SuffixCache
+from paceline.sampling import DraftedToken
 from paceline.settings import DrafterSettings
 from paceline.types import MAX_CREDIT, VerificationRule
 

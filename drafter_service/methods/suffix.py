@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafter_service.method import DraftedToken, DraftView, DraftWork, Outcome, Progress
+from drafter_service.method import DraftView, DraftWork, Outcome, Progress
 from drafter_service.registry import BuiltMethod, info_without_model
 from drafter_service.suffixes import SessionSuffixes, suffix_cache
 from paceline.lookup.suffix import SuffixCache
+from paceline.sampling import DraftedToken
 from paceline.settings import DrafterSettings
 
 _ANY_CONTEXT = 2**31 - 1

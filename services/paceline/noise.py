@@ -31,7 +31,7 @@ _WORD = 2**64 - 1
 INCREMENT = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, made odd: neighbouring counters land far apart
 FIRST_FACTOR = 0xBF58476D1CE4E5B9  # the finaliser "variant 13" of SplitMix64 (Steele et al. 2014)
 SECOND_FACTOR = 0x94D049BB133111EB
-_POSITION_STRIDE = 16  # room for purposes below a position, so that (position, purpose) is one counter
+POSITION_STRIDE = 16  # room for purposes below a position, so that (position, purpose) is one counter
 
 
 def hashed(seed: int, position: int, purpose: Purpose, index: int = 0) -> int:
@@ -108,7 +108,7 @@ _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")  # and the rest
 
 def stream_key(seed: int, position: int, purpose: Purpose) -> int:
     """What all numbers of one purpose at one position have in common; `hashed` mixes the index into it."""
-    return _mixed(_mixed(seed + INCREMENT) + (position * _POSITION_STRIDE + purpose) * INCREMENT)
+    return _mixed(_mixed(seed + INCREMENT) + (position * POSITION_STRIDE + purpose) * INCREMENT)
 
 
 def _mixed(word: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline import noise
 from paceline.compiled import compiled
-from paceline.noise import FIRST_FACTOR, INCREMENT, SECOND_FACTOR, Purpose, stream_key
+from paceline.noise import FIRST_FACTOR, INCREMENT, POSITION_STRIDE, SECOND_FACTOR, Purpose, stream_key
 
 _Floats = NDArray[np.float32]
 _Ints = NDArray[np.int32]
@@ -42,6 +42,7 @@ _HOPELESS = np.float32(-60 * _UNITS)
 _NOBODY = np.int32(-(2**31))
 
 _INCREMENT_WORD, _FIRST_WORD, _SECOND_WORD = np.uint64(INCREMENT), np.uint64(FIRST_FACTOR), np.uint64(SECOND_FACTOR)
+_STRIDE_WORD, _SAMPLE_WORD = np.uint64(POSITION_STRIDE), np.uint64(Purpose.TARGET_SAMPLE)
 
 
 def coupled_sample(
@@ -73,7 +74,8 @@ def coupled_sample(
 
 def coupled_rankings(
     log_probs: Tensor,  # [rows, vocab_size]
-    places: Sequence[tuple[int, int]],  # seed and position of each row
+    seeds: Sequence[int],  # [rows]
+    positions: Sequence[int],  # [rows]
     count: int,
 ) -> tuple[Tensor, Tensor]:  # [rows, count] float64 and int64
     """The `count` highest of log_probs + `noise.gumbel` in each row and their ids: best first, lowest id first on a tie.
@@ -82,10 +84,10 @@ def coupled_rankings(
     reaches the last of the best so far are scored. Where too few tokens are in the race, the last scores are -inf.
     Each row needs a peak that is finite.
     """
-    keys = np.array([stream_key(seed, position, Purpose.TARGET_SAMPLE) for seed, position in places], np.uint64)
-    shape = (len(places), min(count, log_probs.shape[1]))
+    words = np.array([seeds, positions], np.uint64)
+    shape = (len(seeds), min(count, log_probs.shape[1]))
     scores, ids = np.empty(shape, np.float64), np.empty(shape, np.int64)
-    _rank_coupled(log_probs.detach().numpy(), log_probs.amax(1).numpy(), keys, scores, ids)
+    _rank_coupled(log_probs.detach().numpy(), log_probs.amax(1).numpy(), words, scores, ids)
     return torch.from_numpy(scores), torch.from_numpy(ids)
 
 
@@ -168,12 +170,23 @@ def _contenders(row: _Floats, peak: Any, key: Any, highest: _Ints, to_reach: Any
 
 
 @compiled()
-def _uniform(key: Any, index: Any) -> Any:
-    """`noise.uniform` of the stream."""
-    word = key + np.uint64(index) * _INCREMENT_WORD
+def _mixed(word: Any) -> Any:
+    """`noise.hashed`'s finaliser."""
     word = (word ^ (word >> np.uint64(30))) * _FIRST_WORD
     word = (word ^ (word >> np.uint64(27))) * _SECOND_WORD
-    word = word ^ (word >> np.uint64(31))
+    return word ^ (word >> np.uint64(31))
+
+
+@compiled()
+def _sample_key(seed: Any, position: Any) -> Any:
+    """`noise.stream_key` of TARGET_SAMPLE."""
+    return _mixed(_mixed(seed + _INCREMENT_WORD) + (position * _STRIDE_WORD + _SAMPLE_WORD) * _INCREMENT_WORD)
+
+
+@compiled()
+def _uniform(key: Any, index: Any) -> Any:
+    """`noise.uniform` of the stream."""
+    word = _mixed(key + np.uint64(index) * _INCREMENT_WORD)
     return np.float64(np.int64((word >> np.uint64(11)) | np.uint64(1))) * 2.0**-53
 
 
@@ -181,10 +194,12 @@ _log = compiled()(noise.reproducible_log)
 
 
 @compiled()
-def _rank_coupled(log_probs: _Floats, peaks: _Floats, keys: Any, scores: Any, ids: Any) -> None:
+def _rank_coupled(log_probs: _Floats, peaks: _Floats, words: Any, scores: Any, ids: Any) -> None:
+    """`words` are the seed and the position of each row."""
     bounds, complements = np.empty(_BLOCK, np.int32), np.empty(_BLOCK, np.float32)
-    for number in range(keys.size):
-        _rank_row(log_probs[number], peaks[number], keys[number], bounds, complements, scores[number], ids[number])
+    for number in range(peaks.size):
+        key = _sample_key(words[0, number], words[1, number])
+        _rank_row(log_probs[number], peaks[number], key, bounds, complements, scores[number], ids[number])
 
 
 @compiled()

@@ -93,6 +93,12 @@ def _is_filtered(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
+def _acts_on_logits(params: SamplingParams) -> bool:
+    """Whether there is anything in `_adjusted` to be done, at some length or other."""
+    changes = params.has_penalties or params.logit_bias or params.banned_token_ids or params.min_tokens
+    return bool(changes) or params.allowed_token_ids is not None
+
+
 def argmax_token(
     logits: Tensor,  # [vocab_size], any floating type
     params: SamplingParams,
@@ -190,7 +196,7 @@ def warm_up() -> None:
     for params in (SamplingParams(top_k=50), SamplingParams(top_p=0.5), SamplingParams()):
         coupled_sample(target_log_probs(row, params, history, ()), seed=0, position=0)
     for rule in (VerificationRule.GREEDY, VerificationRule.COUPLED):
-        choose_draft_tokens([DraftRow(row, history, (), 0, 0)], params=SamplingParams(), rule=rule, guesses=1)
+        choose_draft_tokens([DraftRow(row[None], history, (), 0, 0)], params=SamplingParams(), rule=rule, guesses=1)
 
 
 # ---- top-k, top-p, min-p --------------------------------------------------------------------------------------------
@@ -496,24 +502,26 @@ def _draw_from_top(log_probs: Tensor, seed: int, position: int, max_entries: int
     return int(distribution.ids[entry]), distribution
 
 
-class DraftChoice(NamedTuple):
-    """A draft token, what it was drawn from under `rejection`, and the likeliest tokens in its place.
+# A tuple rather than a dataclass, which takes twice as long to make: each line of each step of a drafter takes one.
+class DraftedToken(NamedTuple):
+    """One proposed token, what it was drawn from where the rule needs it (None: deterministic), and other tokens that may
+    turn out to be the right one in its place.
 
-    `likelihood` and the second of each guess are estimates that the token turns out to be the right one; what they leave
-    to 1 is any other token's. Under `rejection` guesses are the most probable tokens besides the drawn one, and as many
-    as asked for, whatever was drawn.
+    `estimates` says how likely the token itself is to be the right one if all before it are, then the same of each of
+    `guess_ids`, likeliest first; what they leave to 1 is any other token's. Under `rejection` guesses are the most probable
+    tokens besides the drawn one, and as many as asked for, whatever was drawn.
     """
 
     token_id: int
     distribution: SparseDistribution | None = None
-    likelihood: float = 1.0
-    guesses: tuple[tuple[int, float], ...] = ()
+    estimates: tuple[float, ...] = (1.0,)
+    guess_ids: tuple[int, ...] = ()
 
 
 class DraftRow(NamedTuple):
     """One place for a draft token: the drafter's row of logits there, and what the token continues."""
 
-    logits: Tensor  # [vocab_size], the drafter's own
+    logits: Tensor  # [1, vocab_size], the drafter's own
     history: TokenHistory
     drafted: Sequence[int]
     seed: int
@@ -527,7 +535,7 @@ def choose_draft_tokens(
     rule: VerificationRule,
     max_entries: int = 64,
     guesses: int,
-) -> list[DraftChoice]:
+) -> list[DraftedToken]:
     """For each row the token of `draw_draft_token`, with up to `guesses` others; the same in whatever company.
 
     `greedy` ranks by the scores, `coupled` by log-probability + Gumbel noise, which the target shares: where it differs
@@ -536,16 +544,13 @@ def choose_draft_tokens(
     token.
     """
     if guesses == 0:
-        return [DraftChoice(*_draw(row, params, rule, max_entries)) for row in rows]
-    if rule is VerificationRule.REJECTION:
-        return [_draw_with_guesses(row, params, max_entries, guesses) for row in rows]
-    count = max(_RANKED, guesses + 1)
+        return [_draw(row, params, rule, max_entries) for row in rows]
     # Long rows one by one: to copy them together would take longer than what it saves.
     together = max(1, _ENTRIES_TOGETHER // max(1, rows[0].logits.numel())) if rows else 1
     return [
-        choice
+        token
         for first in range(0, len(rows), together)
-        for choice in _ranked_choices(rows[first : first + together], params, rule, count, guesses)
+        for token in _draw_with_guesses(rows[first : first + together], params, rule, max_entries, guesses)
     ]
 
 
@@ -556,11 +561,9 @@ _ENTRIES_TOGETHER = 2**15
 _Rankings = tuple[Tensor, Tensor]  # scores and ids, [rows, count]: best first, and the lowest id first among equals
 
 
-def _draw(
-    row: DraftRow, params: SamplingParams, rule: VerificationRule, max_entries: int
-) -> tuple[int, SparseDistribution | None]:
-    return draw_draft_token(
-        row.logits,
+def _draw(row: DraftRow, params: SamplingParams, rule: VerificationRule, max_entries: int) -> DraftedToken:
+    token_id, distribution = draw_draft_token(
+        row.logits[0],
         params=params,
         rule=rule,
         history=row.history,
@@ -569,42 +572,55 @@ def _draw(
         position=row.position,
         max_entries=max_entries,
     )
+    return DraftedToken(token_id, distribution)
 
 
-def _draw_with_guesses(row: DraftRow, params: SamplingParams, max_entries: int, guesses: int) -> DraftChoice:
-    """For `rejection`: the guesses are the most probable tokens besides the drawn one."""
-    log_probs = target_log_probs(row.logits, params, row.history, row.drafted)
-    token_id, distribution = _draw_from_top(log_probs, row.seed, row.position, max_entries)
-    leading, ids = _ranked(log_probs, guesses + 1)
-    others = [
-        (other, math.exp(log_prob))
-        for log_prob, other in zip(leading.tolist(), ids.tolist(), strict=True)
-        if other != token_id
-    ]
-    return DraftChoice(token_id, distribution, distribution.probability(token_id), tuple(others[:guesses]))
-
-
-def _ranked_choices(
-    rows: Sequence[DraftRow], params: SamplingParams, rule: VerificationRule, count: int, guesses: int
-) -> list[DraftChoice]:
-    """Under `greedy` and `coupled`: the best of each row, and the next `guesses` of it."""
+def _draw_with_guesses(
+    rows: Sequence[DraftRow], params: SamplingParams, rule: VerificationRule, max_entries: int, guesses: int
+) -> list[DraftedToken]:
+    if rule is VerificationRule.REJECTION:
+        return _drawn_among(_log_probs_of(rows, params), rows, max_entries, guesses)
+    count = max(_RANKED, guesses + 1)
     if rule is VerificationRule.GREEDY:
-        scores, ids = _greedy_rankings(_adjusted_rows(rows, params), count)
+        scores, ids = _rankings(_adjusted_rows(rows, params), count)
     else:
         scores, ids = _coupled_rankings(_log_probs_of(rows, params), rows, count)
-    shares = scores.double().softmax(1).tolist()
+    shares = scores.double().softmax(1)[:, : guesses + 1]
     return [
-        DraftChoice(row_ids[0], None, row_shares[0], _possible(row_ids[1 : guesses + 1], row_shares[1 : guesses + 1]))
-        for row_ids, row_shares in zip(ids.tolist(), shares, strict=True)
+        DraftedToken(named[0], None, estimates, named[1 : len(estimates)])
+        for named, estimates in zip(map(tuple, ids.tolist()), map(_possible, shares.tolist()), strict=True)
     ]
 
 
-def _possible(ids: Sequence[int], shares: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    return tuple([guess for guess in zip(ids, shares, strict=True) if guess[1] > 0.0])
+def _possible(shares: Sequence[float]) -> tuple[float, ...]:
+    """Those above 0; the first always is, and none is higher than the one before."""
+    return tuple(shares) if shares[-1] > 0.0 else tuple([share for share in shares if share > 0.0])
+
+
+def _drawn_among(
+    log_probs: Tensor,  # [rows, vocab_size]
+    rows: Sequence[DraftRow],
+    max_entries: int,
+    guesses: int,
+) -> list[DraftedToken]:
+    """For `rejection`: the guesses are the most probable tokens besides the drawn one."""
+    leading, ids = _rankings(log_probs, guesses + 1)
+    tokens = []
+    for row, log_probs_of_row, scores, named in zip(rows, log_probs, leading.tolist(), ids.tolist(), strict=True):
+        token_id, distribution = _draw_from_top(log_probs_of_row, row.seed, row.position, max_entries)
+        others = [(other, math.exp(score)) for other, score in zip(named, scores, strict=True) if other != token_id]
+        del others[guesses:]
+        estimates = (distribution.probability(token_id), *[estimate for _, estimate in others])
+        tokens.append(DraftedToken(token_id, distribution, estimates, tuple([other for other, _ in others])))
+    return tokens
 
 
 def _adjusted_rows(rows: Sequence[DraftRow], params: SamplingParams) -> Tensor:  # [rows, vocab_size]
-    adjusted = _stacked([_adjusted(row.logits, params, row.history, row.drafted) for row in rows])
+    if _acts_on_logits(params):
+        adjusted = torch.stack([_adjusted(row.logits[0], params, row.history, row.drafted) for row in rows])
+    else:
+        joined = torch.cat([row.logits for row in rows]) if len(rows) > 1 else rows[0].logits
+        adjusted = joined if joined.dtype == torch.float64 else joined.float()
     for peak in adjusted.amax(1).tolist():
         _require_usable(peak)
     return adjusted
@@ -613,18 +629,15 @@ def _adjusted_rows(rows: Sequence[DraftRow], params: SamplingParams) -> Tensor: 
 def _log_probs_of(rows: Sequence[DraftRow], params: SamplingParams) -> Tensor:  # [rows, vocab_size]
     """As `target_log_probs`, to the bit."""
     if _is_filtered(params):
-        return _stacked([target_log_probs(row.logits, params, row.history, row.drafted) for row in rows])
+        return torch.stack([target_log_probs(row.logits[0], params, row.history, row.drafted) for row in rows])
     scores = _adjusted_rows(rows, params)
     if params.temperature != 1.0:
         scores = (scores - scores.amax(1, keepdim=True)) / params.temperature
     return scores.log_softmax(1)
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(rows)) if len(rows) > 1 else rows[0][None]
-
-
-def _greedy_rankings(scores: Tensor, count: int) -> _Rankings:
+def _rankings(scores: Tensor, count: int) -> _Rankings:
+    """The highest of each row."""
     if _has_kernels(scores):
         from paceline import row_kernels  # noqa: PLC0415 - see `_has_kernels`
 
@@ -637,7 +650,8 @@ def _coupled_rankings(log_probs: Tensor, rows: Sequence[DraftRow], count: int) -
     if _has_kernels(log_probs):
         from paceline import row_kernels  # noqa: PLC0415 - see `_has_kernels`
 
-        return row_kernels.coupled_rankings(log_probs, [(row.seed, row.position) for row in rows], count)
+        seeds, positions = [row.seed for row in rows], [row.position for row in rows]
+        return row_kernels.coupled_rankings(log_probs, seeds, positions, count)
     return _side_by_side(
         [
             _coupled_ranking(log_probs_of_row, row.seed, row.position, count)

@@ -16,7 +16,7 @@ import torch
 
 from drafter_service.drafter import Drafter, Entry
 from drafter_service.lines import Line, Run
-from drafter_service.method import DraftedToken, DraftView, DraftWork, Guess, Outcome, Progress
+from drafter_service.method import DraftView, DraftWork, Outcome, Progress
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState
 from drafter_service.methods.ngram import NgramMethod
 from drafter_service.session import Commit, Drafted, DraftSession
@@ -26,7 +26,7 @@ from paceline.engine.step_plan import StepReport
 from paceline.errors import PacelineError
 from paceline.generation import Schedule
 from paceline.prefix import EMPTY_DIGEST, TokenPrefix, extend_digest
-from paceline.sampling import DistributionUnusable, TokenHistory, draw_draft_token
+from paceline.sampling import DistributionUnusable, DraftedToken, TokenHistory, draw_draft_token
 from paceline.sessions import Address, Close, Open, SessionTable
 from paceline.types import SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 from tests.fakes import (
@@ -315,7 +315,7 @@ def test_without_branches_all_is_as_it_was(ordered: str) -> None:
     bench = opened(draft_length=3, credit=7, **order)
     assert len(bench.lines()) == 1
     assert [(drafted.base_length, len(drafted.tokens)) for drafted in bench.pushed] == [(5, 3), (8, 4)]
-    assert all(not token.guesses for drafted in bench.pushed for token in drafted.tokens)
+    assert all(not token.guess_ids for drafted in bench.pushed for token in drafted.tokens)
 
 
 def test_fewer_branches_ordered_close_the_least_likely() -> None:
@@ -451,8 +451,8 @@ class EndingMethod:
     @staticmethod
     def _tokens(session: DraftView) -> list[DraftedToken]:
         is_trunk = 9 not in session.drafted_ids
-        guesses = (Guess(9, 0.4),) if is_trunk else ()
-        return [] if is_trunk and len(session.drafted_ids) == 2 else [DraftedToken(1, None, 0.5, guesses)]
+        token = DraftedToken(1, None, (0.5, 0.4), (9,)) if is_trunk else DraftedToken(1, None, (0.5,))
+        return [] if is_trunk and len(session.drafted_ids) == 2 else [token]
 
 
 def test_that_there_is_nothing_more_to_offer_is_said_once_and_by_itself() -> None:
@@ -574,7 +574,7 @@ def outcome_of(bench: Bench, kept_length: int, rank: int | None) -> Tokens:
         return ()
     kept = [node.drafted.token_id for node in nodes[:kept_length]]
     drafted = nodes[kept_length].drafted
-    named = [guess.token_id for guess in drafted.guesses]
+    named = drafted.guess_ids
     other = next(token_id for token_id in range(VOCAB_SIZE) if token_id not in (*named, drafted.token_id))
     return (*kept, other if rank is None else named[rank])
 

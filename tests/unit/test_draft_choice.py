@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline import noise
 from paceline.sampling import (
     DistributionUnusable,
-    DraftChoice,
+    DraftedToken,
     DraftRow,
     TokenHistory,
     choose_draft_tokens,
@@ -32,9 +32,9 @@ def params_of(rule: VerificationRule, **changes: float) -> SamplingParams:
     return SamplingParams(temperature=0.0) if rule is VerificationRule.GREEDY else SamplingParams(**changes)  # type: ignore[arg-type]
 
 
-def choose(logits: Tensor, rule: VerificationRule, guesses: int, *, position: int = 9) -> DraftChoice:
+def choose(logits: Tensor, rule: VerificationRule, guesses: int, *, position: int = 9) -> DraftedToken:
     (choice,) = choose_draft_tokens(
-        [DraftRow(logits, TokenHistory(()), (), 3, position)], params=params_of(rule), rule=rule, guesses=guesses
+        [DraftRow(logits[None], TokenHistory(()), (), 3, position)], params=params_of(rule), rule=rule, guesses=guesses
     )
     return choice
 
@@ -57,7 +57,7 @@ def test_the_token_and_its_distribution_do_not_depend_on_guesses(
         assert (choice.distribution is None) == (distribution is None)
         if distribution is not None and choice.distribution is not None:
             assert choice.distribution.shares == distribution.shares
-        named = [token_id, *(guess for guess, _ in choice.guesses)]
+        named = [token_id, *choice.guess_ids]
         assert len(set(named)) == len(named) <= guesses + 1
         assert all(0 <= named_id < vocab_size for named_id in named)
 
@@ -72,10 +72,9 @@ def test_coupled_guesses_are_the_next_best_of_log_probability_and_noise(dtype: t
         scores = [log_prob + noise.gumbel(3, seed, token_id) for token_id, log_prob in enumerate(log_probs)]
         ranked = sorted(range(3000), key=lambda token_id: -scores[token_id])
         choice = choose(logits, VerificationRule.COUPLED, 4, position=seed)
-        assert [choice.token_id, *(guess for guess, _ in choice.guesses)] == ranked[:5]
+        assert [choice.token_id, *choice.guess_ids] == ranked[:5]
         weights = [math.exp(scores[token_id]) for token_id in ranked[:8]]
-        estimates = [choice.likelihood, *(likelihood for _, likelihood in choice.guesses)]
-        assert estimates == pytest.approx([weight / sum(weights) for weight in weights[:5]], rel=1e-4)
+        assert choice.estimates == pytest.approx([weight / sum(weights) for weight in weights[:5]], rel=1e-4)
 
 
 def test_greedy_guesses_are_the_next_scores() -> None:
@@ -83,9 +82,9 @@ def test_greedy_guesses_are_the_next_scores() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0, -math.inf])
     choice = choose(logits, VerificationRule.GREEDY, 9)
     assert choice.token_id == 1
-    assert [guess for guess, _ in choice.guesses] == [3, 2, 0]
+    assert choice.guess_ids == (3, 2, 0)
     shares = torch.tensor([3.0, 2.0, 1.0, 0.0]).softmax(0).tolist()
-    assert [choice.likelihood, *(likelihood for _, likelihood in choice.guesses)] == pytest.approx(shares)
+    assert choice.estimates == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("vocab_size", [3, 50])
@@ -93,8 +92,8 @@ def test_rejection_names_as_many_guesses_whatever_is_drawn(vocab_size: int) -> N
     """200 draws of each row, flat and certain: how many lines there are must not depend on a drawn token (3.3)."""
     for logits in (torch.zeros(vocab_size), 30.0 * torch.arange(vocab_size), logits_of(vocab_size, seed=1)):
         choices = [choose(logits, VerificationRule.REJECTION, 4, position=position) for position in range(200)]
-        assert {len(choice.guesses) for choice in choices} == {min(4, vocab_size - 1)}
-        assert all(choice.token_id not in dict(choice.guesses) for choice in choices)
+        assert {len(choice.guess_ids) for choice in choices} == {min(4, vocab_size - 1)}
+        assert all(choice.token_id not in choice.guess_ids for choice in choices)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -125,7 +124,7 @@ def test_rows_drawn_together_are_what_each_is_alone(
         logits_of(vocab_size, seed=7).index_fill_(0, torch.tensor([0]), -math.inf),
     ]
     rows = [
-        DraftRow(row, TokenHistory([1], [2] * (number % 2)), [0] * (number % 3), number % 4, 9 * number)
+        DraftRow(row[None], TokenHistory([1], [2] * (number % 2)), [0] * (number % 3), number % 4, 9 * number)
         for number, row in enumerate(logits)
     ]
     params = params_of(rule, **changes)
@@ -134,7 +133,7 @@ def test_rows_drawn_together_are_what_each_is_alone(
     assert [plain(choice) for choice in together] == [plain(choice) for choice in alone]
     for row, choice in zip(rows, together, strict=True):
         token_id, _ = draw_draft_token(
-            row.logits,
+            row.logits[0],
             params=params,
             rule=rule,
             history=row.history,
@@ -145,9 +144,9 @@ def test_rows_drawn_together_are_what_each_is_alone(
         assert choice.token_id == token_id
 
 
-def plain(choice: DraftChoice) -> tuple[object, ...]:
+def plain(choice: DraftedToken) -> tuple[object, ...]:
     shares = None if choice.distribution is None else choice.distribution.shares
-    return choice.token_id, shares, choice.likelihood, choice.guesses
+    return choice.token_id, shares, choice.estimates, choice.guess_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -157,14 +156,14 @@ def test_the_lowest_id_comes_first_on_a_tie(vocab_size: int, dtype: torch.dtype)
     logits = torch.zeros(vocab_size, dtype=dtype)
     logits[[7, 9]] = 1.0
     choice = choose(logits, VerificationRule.GREEDY, 4)
-    assert [choice.token_id, *(guess for guess, _ in choice.guesses)] == [7, 9, 0, 1, 2]
+    assert [choice.token_id, *choice.guess_ids] == [7, 9, 0, 1, 2]
 
 
 def test_no_temperature_overflows_rows_drawn_together() -> None:
     """Scores near the end of float32, at a temperature that takes them past it: each row's token is that of its peak."""
     peaks = [2, 5, 11]
     logits = [torch.zeros(20).index_fill_(0, torch.tensor([peak]), 3e38) for peak in peaks]
-    rows = [DraftRow(row, TokenHistory(()), (), 3, number) for number, row in enumerate(logits)]
+    rows = [DraftRow(row[None], TokenHistory(()), (), 3, number) for number, row in enumerate(logits)]
     params = SamplingParams(temperature=0.1)
     choices = choose_draft_tokens(rows, params=params, rule=VerificationRule.COUPLED, guesses=2)
     assert [choice.token_id for choice in choices] == peaks

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_service.method import DraftedToken, DraftMethod, DraftView, DraftWork
+from drafter_service.method import DraftMethod, DraftView, DraftWork
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState, fit_vocabulary
 from drafter_service.methods.ngram import NgramMethod
 from paceline.errors import PacelineError
 from paceline.lookup.ngram import NgramIndex
-from paceline.sampling import DistributionUnusable, TokenHistory, draw_draft_token
+from paceline.sampling import DistributionUnusable, DraftedToken, TokenHistory, draw_draft_token
 from paceline.types import SamplingParams, SessionSpec, VerificationRule
 from tests.fakes import FakeCache, FakeModel, View, hashed_logits, spec_of
 

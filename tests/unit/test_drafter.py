@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from drafter_service.drafter import Command, Drafter, DrafterEvent, Entry
-from drafter_service.method import DraftedToken, DraftMethod, DraftView, DraftWork, Outcome, Progress
+from drafter_service.method import DraftMethod, DraftView, DraftWork, Outcome, Progress
 from drafter_service.methods import draft_model
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState
 from drafter_service.methods.ngram import NgramMethod
@@ -45,7 +45,7 @@ from paceline.generation import Schedule
 from paceline.prefix import TokenPrefix
 from paceline.sampling import (
     DistributionUnusable,
-    DraftChoice,
+    DraftedToken,
     DraftRow,
     TokenHistory,
     choose_draft_tokens,
@@ -962,10 +962,10 @@ def test_a_fault_in_one_row_costs_the_others_nothing(culprit: str, monkeypatch: 
         assert crowd.model.batches == [[9, 9, 9], [1, 1]]
 
 
-def failing_for(seed: int, error: Exception) -> Callable[..., list[DraftChoice]]:
+def failing_for(seed: int, error: Exception) -> Callable[..., list[DraftedToken]]:
     """Drawing that fails for one seed."""
 
-    def draw(rows: Sequence[DraftRow], **kwargs: Any) -> list[DraftChoice]:
+    def draw(rows: Sequence[DraftRow], **kwargs: Any) -> list[DraftedToken]:
         if any(row.seed == seed for row in rows):
             raise error
         return choose_draft_tokens(rows, **kwargs)

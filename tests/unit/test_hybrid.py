@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_service.method import DraftedToken, DraftMethod, DraftWork, Outcome, Progress
+from drafter_service.method import DraftMethod, DraftWork, Outcome, Progress
 from drafter_service.methods import draft_model
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState
 from drafter_service.methods.hybrid import HybridMethod, HybridState, build
@@ -27,7 +27,7 @@ from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan, run_session
 from paceline.generation import Schedule
 from paceline.lookup.suffix import SuffixCache
 from paceline.prefix import TokenPrefix
-from paceline.sampling import TokenHistory, draw_draft_token
+from paceline.sampling import DraftedToken, TokenHistory, draw_draft_token
 from paceline.settings import DrafterSettings
 from paceline.types import MAX_CREDIT, Draft, SessionSpec, SpeculationStats, VerificationRule
 from tests.exactness.chi_square import SIGNIFICANCE, conditional_p_value

@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 
 from drafter_service.lines import Bud, Line, LineTree, Run
-from drafter_service.method import DraftedToken, DraftView, Guess
+from drafter_service.method import DraftView
 from paceline.prefix import TokenPrefix
+from paceline.sampling import DraftedToken
 from tests.fakes import spec_of
 
 PROMPT = (3, 1, 4)
@@ -37,8 +38,7 @@ def new_tree() -> LineTree[State]:
 def grow(tree: LineTree[State], line: Line[State], token_id: int, guesses: Sequence[int] = ()) -> None:
     """One more token, with guesses that are half as likely from one to the next."""
     shares = [0.5 ** (rank + 1) for rank in range(len(guesses) + 1)]
-    named = tuple(Guess(guess, share) for guess, share in zip(guesses, shares[1:], strict=True))
-    tree.extend(line, DraftedToken(token_id, None, shares[0], named), shares)
+    tree.extend(line, DraftedToken(token_id, None, tuple(shares), tuple(guesses)), shares)
 
 
 def bud_of(tree: LineTree[State], token_id: int) -> Bud[State]:
@@ -46,7 +46,7 @@ def bud_of(tree: LineTree[State], token_id: int) -> Bud[State]:
 
 
 def token_of(bud: Bud[State]) -> int:
-    return bud.line.nodes[bud.index].drafted.guesses[bud.place - 1].token_id
+    return bud.line.nodes[bud.index].drafted.guess_ids[bud.place - 1]
 
 
 def branch_of(tree: LineTree[State], token_id: int) -> Line[State]:

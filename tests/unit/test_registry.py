@@ -13,13 +13,14 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from drafter_service import methods, registry
-from drafter_service.method import DraftedToken, DraftView, DraftWork, Progress
+from drafter_service.method import DraftView, DraftWork, Progress
 from drafter_service.methods.ngram import NgramMethod
 from drafter_service.registry import BUILT_IN_METHODS, BuiltMethod, build_method, info_without_model
 from orchestrator.fixed_planner import FixedPlanner
 from orchestrator.loop import run_session
 from paceline.errors import ModelUnavailable, StartupFailed
 from paceline.generation import Schedule
+from paceline.sampling import DraftedToken
 from paceline.settings import DrafterSettings
 from paceline.types import SpeculationStats, VerificationRule
 from tests.fakes import (

@@ -294,7 +294,7 @@ def test_a_coupled_ranking_scores_as_the_noise_does() -> None:
             (float(log_prob) + noise.gumbel(8, position, token_id), -token_id)
             for token_id, log_prob in enumerate(log_probs)
         ]
-        scores, ids = row_kernels.coupled_rankings(log_probs[None], [(8, position)], 9)
+        scores, ids = row_kernels.coupled_rankings(log_probs[None], [8], [position], 9)
         expected = sorted(scored, reverse=True)[:9]
         assert list(zip(scores[0].tolist(), ids[0].neg().tolist(), strict=True)) == expected
 
@@ -303,6 +303,6 @@ def test_tokens_out_of_the_race_are_not_ranked() -> None:
     """Far below the peak, or impossible: the scores in their places are -inf."""
     log_probs = torch.full((600,), -math.inf)
     log_probs[[5, 590, 30]] = torch.tensor([-0.1, -2.4, -90.0])
-    scores, ids = row_kernels.coupled_rankings(log_probs[None], [(1, 2)], 4)
+    scores, ids = row_kernels.coupled_rankings(log_probs[None], [1], [2], 4)
     assert sorted(ids[0, :2].tolist()) == [5, 590]
     assert scores[0, 2:].tolist() == [-math.inf, -math.inf]
