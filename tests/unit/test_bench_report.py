@@ -47,6 +47,7 @@ def report_of(step: StepTime, *results: ConditionResult) -> Report:
         target_cores=(0,),
         drafter_cores=(1,),
         orchestrator_cores=(1,),
+        is_colocated=False,
         target_step=step,
         drafter_step=REAL_STEP,
         max_sessions=64,

@@ -50,6 +50,7 @@ class StackSettings:
     target_cores: tuple[int, ...]
     drafter_cores: tuple[int, ...]
     orchestrator_cores: tuple[int, ...]
+    is_colocated: bool  # the target runs in the orchestrator's process, on the target's cores
     target_step: StepTime
     drafter_step: StepTime
     max_sessions: int
@@ -82,16 +83,21 @@ class StackSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Three services that answer, and the link between two of them."""
+    """The services that answer, and the link to the drafter."""
 
     endpoint: str  # of the orchestrator
     link: DelayLink
     processes: Mapping[str, int]  # service -> process id
-    ports: Mapping[str, int]  # "target", "drafter" -> port that the orchestrator's connection leads to
+    ports: Mapping[
+        str, int
+    ]  # "drafter", and "target" if it is a process -> port that the orchestrator's connection leads to
 
 
 class BenchStack:
-    """One target for the whole run, from `with` to its end, and one drafter after another beside it."""
+    """One target for the whole run, from `with` to its end, and one drafter after another beside it.
+
+    A target in the orchestrator's process comes and goes with each drafter.
+    """
 
     def __init__(self, settings: StackSettings, *, on_log: LogReport) -> None:
         """`on_log(service, line)` is called on threads, until the end."""
@@ -101,6 +107,8 @@ class BenchStack:
         self._target: ServiceProcess | None = None
 
     def __enter__(self) -> Self:
+        if self.settings.is_colocated:
+            return self
         try:
             options = self.settings.target_options()
             self._target = self._started(self._until_end, "target", "target_service", options)
@@ -116,21 +124,33 @@ class BenchStack:
     @contextmanager
     def deployed(self, variant: DrafterVariant) -> Iterator[Deployment]:
         """A drafter, the link to it and an orchestrator, stopped in the opposite order. Raises `StartupFailed`."""
-        settings, target = self.settings, self._target
-        assert target is not None, "the target runs within `with`"
         with ExitStack() as until_end:
-            drafter = self._started(until_end, "drafter", "drafter_service", settings.drafter_options(variant))
+            options = self.settings.drafter_options(variant)
+            drafter = self._started(until_end, "drafter", "drafter_service", options)
             self._await_ready(drafter)
-            link = until_end.enter_context(DelayLink(drafter.address, cores=settings.orchestrator_cores))
-            options = {"--threads": 1, "--target": target.address, "--drafter": link.address}
+            link = until_end.enter_context(DelayLink(drafter.address, cores=self.settings.orchestrator_cores))
+            options = {"--threads": 1, **self._where_target_is(), "--drafter": link.address}
             orchestrator = self._started(until_end, "orchestrator", "orchestrator", options)
             self._await_ready(orchestrator)
+            processes, ports = [drafter, orchestrator], {"drafter": _port(link.address)}
+            if self._target is not None:
+                processes.append(self._target)
+                ports["target"] = _port(self._target.address)
             yield Deployment(
                 endpoint=orchestrator.address,
                 link=link,
-                processes={process.name: process.pid for process in (target, drafter, orchestrator)},
-                ports={"target": _port(target.address), "drafter": _port(link.address)},
+                processes={process.name: process.pid for process in processes},
+                ports=ports,
             )
+
+    def _where_target_is(self) -> dict[str, object]:
+        """The options that tell the orchestrator."""
+        if self._target is not None:
+            return {"--target": self._target.address}
+        return {
+            option.replace("--", "--colocated-target.", 1): value
+            for option, value in self.settings.target_options().items()
+        }
 
     def _started(self, until_end: ExitStack, name: str, module: str, options: Mapping[str, object]) -> ServiceProcess:
         common = {"--host": _HOST, "--port": 0, "--log-level": "warning", "--max-sessions": self.settings.max_sessions}
@@ -145,7 +165,7 @@ class BenchStack:
         return {
             "target": settings.target_cores,
             "drafter": settings.drafter_cores,
-            "orchestrator": settings.orchestrator_cores,
+            "orchestrator": settings.target_cores if settings.is_colocated else settings.orchestrator_cores,
         }[name]
 
     def _await_ready(self, process: ServiceProcess) -> None:

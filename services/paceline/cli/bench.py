@@ -145,6 +145,12 @@ OrchestratorCores = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+Colocated = Annotated[
+    bool,
+    typer.Option(
+        "--colocated", help="Run the target in the orchestrator's process, on its own cores.", rich_help_panel=MACHINE
+    ),
+]
 Emulated = Annotated[
     bool,
     typer.Option(
@@ -220,6 +226,7 @@ def bench(
     target_cores: TargetCores = "",
     drafter_cores: DrafterCores = "",
     orchestrator_cores: OrchestratorCores = "",
+    colocated: Colocated = False,
     emulated: Emulated = False,
     acceptance: Acceptance = "0.8",
     target_step_ms: TargetStepMs = 0.0,
@@ -257,6 +264,7 @@ def bench(
         target_cores=cores_from(target_cores, parameter="target_cores") or _usual_cores(0),
         drafter_cores=cores_from(drafter_cores, parameter="drafter_cores") or _usual_cores(1),
         orchestrator_cores=cores_from(orchestrator_cores, parameter="orchestrator_cores") or _usual_cores(2),
+        is_colocated=colocated,
         target_step=StepTime(
             step_ms=target_step_ms or emulated * _EMULATED_TARGET_MS,
             per_session_ms=target_step_ms_per_session,
