@@ -49,6 +49,6 @@ class Door:
         self, request: GenerationRequest, *, caller: Caller, timeout_s: float | None
     ) -> AsyncGenerator[Event]:
         """`Generator.generate`, for somebody who was let in."""
-        async with aclosing(self.generator.generate(request, timeout_s=timeout_s)) as events:
+        async with aclosing(self.generator.generate(request, timeout_s=timeout_s, share=caller.name or request.tenant)) as events:
             async for event in events:
                 yield event

@@ -153,7 +153,7 @@ async def _serve(lifetime: Lifetime, settings: OrchestratorSettings, generator: 
     logger.info("ready", address=server.address)
     await lifetime.until_stopped()
     await server.begin_draining()
-    await until_idle(lambda: generator.running, limit_s=settings.drain_s)
+    await until_idle(lambda: generator.running + generator.waiting, limit_s=settings.drain_s)
     await server.stop(0.5)
 
 

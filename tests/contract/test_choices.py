@@ -58,7 +58,7 @@ async def slow(tokenizer: str) -> AsyncIterator[System]:
 
     drafter = model_drafter_of(FakeModel(quick, vocab_size=VOCAB))
     target = target_of(FakeModel(logits, vocab_size=VOCAB))
-    async with system(target, drafter, tokenizer, max_sessions=LIMIT) as running:
+    async with system(target, drafter, tokenizer, max_sessions=LIMIT, max_queued_requests=0) as running:
         yield running
 
 

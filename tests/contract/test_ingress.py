@@ -96,7 +96,9 @@ class FakeGenerator:
         self.is_closed = False
         self.is_ready = True
 
-    async def generate(self, request: GenerationRequest, *, timeout_s: float | None) -> AsyncGenerator[Event]:
+    async def generate(
+        self, request: GenerationRequest, *, timeout_s: float | None, share: str
+    ) -> AsyncGenerator[Event]:
         assert request.text == "Why?"
         self.timeouts_s.append(timeout_s)
         try:
