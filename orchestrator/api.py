@@ -19,16 +19,23 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from orchestrator.door import Door
 from orchestrator.generator import Generator
 from paceline.errors import InvalidRequest
-from paceline.generation import DeploymentStatus
+from paceline.generation import DeploymentStatus, require_request_id
 from paceline.generation_wire import (
     deployment_status_to_proto,
     event_to_proto,
     request_from_proto,
+    served_models_to_proto,
     server_info_to_proto,
     traced_rounds_to_proto,
 )
 from paceline.rounds import TracedRounds
-from paceline.rpc import AUTHORIZATION_METADATA_KEY, DEADLINE_METADATA_KEY, Context, mapped_errors
+from paceline.rpc import (
+    AUTHORIZATION_METADATA_KEY,
+    DEADLINE_METADATA_KEY,
+    TRACEPARENT_METADATA_KEY,
+    Context,
+    mapped_errors,
+)
 from paceline.v1 import generation_service_pb2 as generation_pb
 from paceline.v1 import generation_service_pb2_grpc as generation_grpc
 
@@ -51,10 +58,25 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb.GenerateResponse]:
         async with (
             mapped_errors(context, rpc="Generate"),
-            aclosing(_answer(self._door, request, _authorization(context), context.time_remaining())) as responses,
+            aclosing(_answer(self._door, request, context, context.time_remaining())) as responses,
         ):
             async for response in responses:
                 yield response
+
+    async def Cancel(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.CancelRequest, context: Context
+    ) -> generation_pb.CancelResponse:
+        async with mapped_errors(context, rpc="Cancel"):
+            return await _cancel(self._door, request, _authorization(context))
+        raise AssertionError("mapped_errors ends the call")
+
+    async def ListModels(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.ListModelsRequest, context: Context
+    ) -> generation_pb.ListModelsResponse:
+        async with mapped_errors(context, rpc="ListModels"):
+            self._door.caller(_authorization(context))
+            return served_models_to_proto(self._generator.models())
+        raise AssertionError("mapped_errors ends the call")
 
     async def GetServerInfo(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetServerInfoRequest, context: Context
@@ -79,12 +101,22 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
 
 
 async def _answer(
-    door: Door, message: generation_pb.GenerateRequest, authorization: str | None, timeout_s: float | None
+    door: Door, message: generation_pb.GenerateRequest, context: _WithMetadata, timeout_s: float | None
 ) -> AsyncGenerator[generation_pb.GenerateResponse]:
-    caller = door.caller(authorization)
-    async with aclosing(door.generate(request_from_proto(message), caller=caller, timeout_s=timeout_s)) as events:
+    caller, traceparent = door.caller(_authorization(context)), _stated(context, TRACEPARENT_METADATA_KEY)
+    with door.counting_refusals(caller):
+        request = request_from_proto(message)
+    async with aclosing(door.generate(request, caller=caller, timeout_s=timeout_s, traceparent=traceparent)) as events:
         async for event in events:
             yield event_to_proto(event)
+
+
+async def _cancel(
+    door: Door, message: generation_pb.CancelRequest, authorization: str | None
+) -> generation_pb.CancelResponse:
+    caller = door.caller(authorization)
+    require_request_id(message.request_id)
+    return generation_pb.CancelResponse(was_running=await door.cancel(message.request_id, caller=caller))
 
 
 async def _round_trace(
@@ -122,12 +154,34 @@ async def ingress_generate(
     try:
         async with (
             mapped_errors(_StatusSetter(context), rpc="Generate"),
-            aclosing(_answer(door, request, _authorization(context), _time_remaining_s(context))) as responses,
+            aclosing(_answer(door, request, context, _time_remaining_s(context))) as responses,
         ):
             async for response in responses:
                 yield response
     except _StatusIsSet:
         yield generation_pb.GenerateResponse()
+
+
+async def ingress_cancel(
+    door: Door, request: generation_pb.CancelRequest, context: IngressContext
+) -> generation_pb.CancelResponse:
+    """`Cancel` behind an ingress."""
+    try:
+        async with mapped_errors(_StatusSetter(context), rpc="Cancel"):
+            return await _cancel(door, request, _authorization(context))
+    except _StatusIsSet:
+        return generation_pb.CancelResponse()
+    raise AssertionError("mapped_errors sets a status")
+
+
+async def ingress_list_models(door: Door, context: IngressContext) -> generation_pb.ListModelsResponse:
+    """`ListModels` behind an ingress."""
+
+    def respond() -> generation_pb.ListModelsResponse:
+        door.caller(_authorization(context))
+        return served_models_to_proto(door.generator.models())
+
+    return await _ingress_respond(context, "ListModels", respond, otherwise=generation_pb.ListModelsResponse())
 
 
 async def ingress_get_server_info(generator: Generator, context: IngressContext) -> generation_pb.GetServerInfoResponse:
@@ -239,7 +293,11 @@ class _WithMetadata(Protocol):
 
 
 def _authorization(context: _WithMetadata) -> str | None:
-    stated = dict(context.invocation_metadata() or ()).get(AUTHORIZATION_METADATA_KEY)
+    return _stated(context, AUTHORIZATION_METADATA_KEY)
+
+
+def _stated(context: _WithMetadata, key: str) -> str | None:
+    stated = dict(context.invocation_metadata() or ()).get(key)
     return stated.decode("utf-8", "replace") if isinstance(stated, bytes) else stated
 
 

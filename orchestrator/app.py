@@ -33,9 +33,9 @@ from orchestrator.scaling import PoolPolicy
 from orchestrator.service import open_generator
 from paceline.errors import PacelineError
 from paceline.generation import DeploymentStatus
+from paceline.logs import configure_logging
 from paceline.metrics_bridge import bridged
 from paceline.replica import ZONE_LABEL
-from paceline.telemetry import configure_logging
 from paceline.v1 import generation_service_pb2 as generation_pb
 from target_service.app import TargetReplica
 
@@ -91,6 +91,16 @@ class OrchestratorReplica:
         async with aclosing(api.ingress_generate(self._door, request, grpc_context)) as responses:
             async for response in responses:
                 yield response
+
+    async def Cancel(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.CancelRequest, grpc_context: RayServegRPCContext
+    ) -> generation_pb.CancelResponse:
+        return await api.ingress_cancel(self._door, request, grpc_context)
+
+    async def ListModels(  # noqa: N802 - the name is the contract's
+        self, request: generation_pb.ListModelsRequest, grpc_context: RayServegRPCContext
+    ) -> generation_pb.ListModelsResponse:
+        return await api.ingress_list_models(self._door, grpc_context)
 
     async def GetServerInfo(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetServerInfoRequest, grpc_context: RayServegRPCContext

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.generator import Generator
+from orchestrator.running_answers import RunningAnswers
 from paceline.generation import Event, GenerationRequest
 
 
@@ -40,6 +41,7 @@ class Door:
 
     def __init__(self, generator: Generator, gate: Gate) -> None:
         self.generator, self._gate = generator, gate
+        self._running = RunningAnswers()
 
     def caller(self, authorization: str | None) -> Caller:
         """Raises `Unauthenticated`."""
@@ -48,7 +50,17 @@ class Door:
     async def generate(
         self, request: GenerationRequest, *, caller: Caller, timeout_s: float | None
     ) -> AsyncGenerator[Event]:
-        """`Generator.generate`, for somebody who was let in."""
-        async with aclosing(self.generator.generate(request, timeout_s=timeout_s, share=caller.name or request.tenant)) as events:
+        """`Generator.generate`, for somebody who was let in; also raises `AnswerCancelled` and `RequestIdTaken`."""
+        answer = self._running.follow(
+            self.generator.generate(request, timeout_s=timeout_s),
+            caller=caller.name,
+            request_id=request.request_id,
+            resumes=bool(request.output_ids),
+        )
+        async with aclosing(answer) as events:
             async for event in events:
                 yield event
+
+    async def cancel(self, request_id: str, *, caller: Caller) -> bool:
+        """End an answer of the caller's own, and free what it holds; whether it was running or waiting here."""
+        return await self._running.cancel(caller=caller.name, request_id=request_id)

@@ -37,6 +37,18 @@ class Detokenizer(Protocol):
         ...
 
 
+class NoText:
+    """For an answer whose text nobody wants (`Detokenizer`)."""
+
+    pending = ""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndConditions:
     """What ends an answer. A value out of range raises InvalidRequest.

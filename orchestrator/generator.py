@@ -16,28 +16,37 @@ from typing import Literal
 
 import structlog
 
-from orchestrator.admission import Admission
 from orchestrator.controller import SessionController
 from orchestrator.deployment import Deployment
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafter_watch import DrafterWatch
 from orchestrator.drafting import DraftsWithFallback, Lookup, NoDrafts
-from orchestrator.finish import EndConditions, OutputTracker
+from orchestrator.finish import Delivered, Detokenizer, EndConditions, NoText, OutputTracker
 from orchestrator.fixed_planner import FixedPlanner
-from orchestrator.loop import DraftSource, run_session
+from orchestrator.loop import DraftSource, RoundResult, run_session
 from orchestrator.remote_drafts import RemoteDrafts
 from orchestrator.round_trace import RoundTrace
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
-from paceline.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, TargetUnavailable
+from paceline.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+    TargetUnavailable,
+)
 from paceline.generation import (
+    MAX_CHOICES,
     Delta,
     DeploymentStatus,
     Event,
     Finished,
     GenerationRequest,
     OrchestratorStatus,
+    OutputOptions,
     Schedule,
+    ServedModel,
     ServerInfo,
     SpeculationOptions,
     SpeculationUsage,
@@ -74,10 +83,12 @@ _REPLAYED_AT_ONCE = 64  # tokens; between such runs other answers get their turn
 class _Plan:
     """Everything decided about a request before its first round."""
 
+    request_id: str
     specs: tuple[SessionSpec, ...]  # one a choice; they differ in session and seed alone
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]  # of an answer that is resumed, which is an only choice: what the caller has already
     ends: EndConditions
+    output: OutputOptions
     schedule: Schedule
     draft_length: int | None  # tokens; None: decided round by round
     fan_out: int | None  # None: likewise
@@ -85,7 +96,7 @@ class _Plan:
 
 
 class Generator:
-    """Answers requests with the targets and, if there are any, the drafters; as many at once as it has places."""
+    """Answers requests with the targets and, if there are any, the drafters. Invariant: `running <= max_sessions`."""
 
     def __init__(
         self,
@@ -102,11 +113,7 @@ class Generator:
         self._new_lookup = _fallback(settings)
         self._trace = RoundTrace()
         self._deployment = Deployment()
-        self._admission = Admission(
-            max_places=settings.max_sessions,
-            max_waiting=settings.longest_queue,
-            longest_wait_s=settings.queue_timeout_s,
-        )
+        self.running = 0
 
     def info(self) -> ServerInfo:
         target = self._target_info()
@@ -115,23 +122,31 @@ class Generator:
         return ServerInfo(
             target=target,
             drafter=self._drafter.info if self._drafter else None,
-            speculation=SpeculationOptions(
-                rule=VerificationRule(self._settings.rule),
-                draft_length=_unless_auto(self._settings.draft_length),
-                schedule=Schedule(self._settings.schedule),
-                fan_out=_unless_auto(self._settings.fan_out),
-            ),
+            speculation=self._speculation(),
         )
 
-    @property
-    def running(self) -> int:
-        """Answers; a request for n choices counts n times."""
-        return self._admission.running
+    def models(self) -> tuple[ServedModel, ...]:
+        """What requests may name as their model, also while no target is connected."""
+        target = self._target_info()
+        served = ServedModel(
+            name=target.model_id,
+            target=target,
+            drafter=self._drafter.info if self._drafter else None,
+            speculation=self._speculation(),
+            default_max_tokens=self._settings.default_max_tokens,
+            max_prompt_tokens=self._longest_prompt(target),
+            max_choices=min(MAX_CHOICES, self._settings.max_sessions),
+        )
+        return (served,)
 
-    @property
-    def waiting(self) -> int:
-        """Requests that wait to begin."""
-        return self._admission.waiting
+    def _speculation(self) -> SpeculationOptions:
+        """The defaults of this deployment."""
+        return SpeculationOptions(
+            rule=VerificationRule(self._settings.rule),
+            draft_length=_unless_auto(self._settings.draft_length),
+            schedule=Schedule(self._settings.schedule),
+            fan_out=_unless_auto(self._settings.fan_out),
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -165,22 +180,16 @@ class Generator:
         stall_fraction = self._drafter.stall.fraction
         return figures if stall_fraction is None else figures | {"stall_fraction": stall_fraction}
 
-    async def generate(
-        self, request: GenerationRequest, *, timeout_s: float | None, share: str = ""
-    ) -> AsyncGenerator[Event]:
+    async def generate(self, request: GenerationRequest, *, timeout_s: float | None) -> AsyncGenerator[Event]:
         """Stream one answer, or all choices of a request side by side; what fails one of them ends all.
 
-        A request waits for its places in the part of the line of its `share`; till then nothing is done for it. Raises
-        `PacelineError`: what was streamed before stays valid.
+        Raises `PacelineError`: what was streamed before stays valid.
         """
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._admit(request.n)
+        self.running += request.n
         outcome = "failed"
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._admission.places(request.n, share=share, deadline_s=deadline_s),
-                aclosing(self._answer(self._plan(request, deadline_s))) as events,
-            ):
+            async with asyncio.timeout(timeout_s), aclosing(self._answer(self._plan(request, timeout_s))) as events:
                 async for event in events:
                     yield event
             outcome = "finished"
@@ -191,15 +200,29 @@ class Generator:
             outcome = "cancelled"
             raise
         finally:
+            self.running -= request.n
             self._metrics.requests.labels(outcome=outcome).inc()
+
+    def _admit(self, choices: int) -> None:
+        """Refuse what does not fit: all choices of a request are answered at once, or none."""
+        limit = self._settings.max_sessions
+        if choices > limit:
+            raise InvalidRequest(
+                f"n is {choices}, but at most {limit} answers run at once here; ask for fewer.", parameter="n"
+            )
+        if self.running + choices > limit:
+            raise QueueFull(
+                f"{self.running} answers are running, and at most {limit} may run here with the {choices} of this "
+                "request; try again in a moment."
+            )
 
     async def _answer(self, plan: _Plan) -> AsyncGenerator[Event]:
         started_s = time.perf_counter()
-        outputs = [OutputTracker(IncrementalDetokenizer(self._tokenizer), plan.ends) for _ in plan.specs]
+        outputs = [OutputTracker(self._detokenizer(plan), plan.ends) for _ in plan.specs]
         for output in outputs:
             await _replay(plan.output_ids, output)
         yield Started(
-            request_id=plan.specs[0].session_id,
+            request_id=plan.request_id,
             seeds=tuple(spec.seed for spec in plan.specs),
             prompt_tokens=len(plan.prompt_ids),
         )
@@ -246,18 +269,31 @@ class Generator:
                 observer=self._trace.observer(spec.session_id),
             )
             async for result in rounds:
-                delivery = result.delivery
-                yield Delta(
-                    text=delivery.text,
-                    token_ids=delivery.token_ids,
-                    origins=result.origins,
-                    pieces=delivery.pieces,
-                    logprobs=tuple(map(self._spelled, result.logprobs)),
-                    choice=choice,
-                )
+                delta = self._delta(result, plan.output, choice)
+                if delta is not None:
+                    yield delta
             if remote is not None:
                 stats.num_received_draft_tokens = remote.received_tokens
             self._watch_drafters(remote, spec, stats)
+
+    def _detokenizer(self, plan: _Plan) -> Detokenizer:
+        """Makes no text where nobody would see it, and no stop string is looked for in it."""
+        output = plan.output
+        return IncrementalDetokenizer(self._tokenizer) if output.text or output.pieces or plan.ends.stop else NoText()
+
+    def _delta(self, result: RoundResult[Delivered], output: OutputOptions, choice: int) -> Delta | None:
+        """What the caller wants of a round; None where that is nothing."""
+        delivery, text = result.delivery, result.delivery.text if output.text else ""
+        if not (text or output.token_ids or output.pieces):
+            return None
+        return Delta(
+            text=text,
+            token_ids=delivery.token_ids if output.token_ids else (),
+            origins=result.origins if output.token_ids else (),
+            pieces=delivery.pieces if output.pieces else (),
+            logprobs=tuple(map(self._spelled, result.logprobs)) if output.pieces else result.logprobs,
+            choice=choice,
+        )
 
     def _spelled(self, logprobs: TokenLogprobs) -> TokenLogprobs:
         """The same with the text of the most probable tokens."""
@@ -307,8 +343,9 @@ class Generator:
             connected = self._drafter.connected
             self._watch.record(spec.sampling, stats, drafters=remote.drafters, connected=connected)
 
-    def _plan(self, request: GenerationRequest, deadline_s: float | None) -> _Plan:
+    def _plan(self, request: GenerationRequest, timeout_s: float | None) -> _Plan:
         target = self._target_info()
+        self._check_model(request.model)
         prompt_ids = self._prompt_ids(request, target)
         stopping = request.stopping
         room = target.max_context - len(prompt_ids)
@@ -328,7 +365,7 @@ class Generator:
         )
         schedule = options.schedule or Schedule(self._settings.schedule)
         first = SessionSpec(
-            session_id=uuid.uuid4().hex,
+            session_id=_session_id(request.request_id),
             prompt_length=len(prompt_ids),
             sampling=sampling,
             seed=secrets.randbits(_DRAWN_SEED_BITS) if request.seed is None else request.seed,
@@ -342,6 +379,7 @@ class Generator:
             for choice in range(1, request.n)
         ]
         return _Plan(
+            request_id=request.request_id or first.session_id,
             specs=(first, *others),
             prompt_ids=prompt_ids,
             output_ids=request.output_ids,
@@ -351,10 +389,11 @@ class Generator:
                 stop=stopping.stop,
                 stop_token_ids=frozenset(end_token_ids),
             ),
+            output=request.output,
             schedule=Schedule.PLAIN if draft_length == 0 or self._drafter is None else schedule,
             draft_length=draft_length,
             fan_out=_unless_auto(self._settings.fan_out) if options.fan_out is None else options.fan_out,
-            deadline_s=deadline_s,
+            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
 
     def _prompt_ids(self, request: GenerationRequest, target: ModelInfo) -> tuple[int, ...]:
@@ -367,10 +406,14 @@ class Generator:
         if not ids:
             raise InvalidRequest("The prompt holds no token; give at least one.", parameter="prompt")
         _check_ids(ids, target, holder="The prompt holds", parameter="token_ids")
-        longest = min(target.max_context - 1, self._settings.max_prompt_tokens)
+        longest = self._longest_prompt(target)
         if len(ids) > longest:
             raise ContextTooLong(f"The prompt has {len(ids)} tokens, but at most {longest} fit here; shorten it.")
         return tuple(ids)
+
+    def _longest_prompt(self, target: ModelInfo) -> int:
+        """In tokens."""
+        return min(target.max_context - 1, self._settings.max_prompt_tokens)
 
     def _rule(self, asked: VerificationRule | None, sampling: SamplingParams) -> VerificationRule:
         rule = asked or VerificationRule(self._settings.rule)
@@ -382,12 +425,24 @@ class Generator:
             )
         return rule
 
+    def _check_model(self, name: str) -> None:
+        served = [model.name for model in self.models()]
+        if name and name not in served:
+            raise ModelNotFound(
+                f"There is no model {name!r} here; ask for {' or '.join(map(repr, served))}, or for none."
+            )
+
     def _target_info(self) -> ModelInfo:
         """Who the targets are, also while none is connected: a session waits for one for a while."""
         self._target.raise_refusal()
         if self._target.info is None:
             raise TargetUnavailable("No target answers; ask again in a moment.")
         return self._target.info
+
+
+def _session_id(request_id: str) -> str:
+    """Unlike that of any other session, also where callers, or orchestrators, have the same ids for their requests."""
+    return f"{request_id}~{secrets.token_hex(6)}" if request_id else uuid.uuid4().hex
 
 
 def _unless_auto(value: int | Literal["auto"]) -> int | None:
@@ -452,7 +507,7 @@ def _finished(
     assert output.finish_reason is not None, "the rounds end with the answer"
     return Finished(
         finish_reason=output.finish_reason,
-        text=output.finish(),
+        text=output.finish() if plan.output.text else "",
         usage=Usage(prompt_tokens=len(plan.prompt_ids), completion_tokens=output.output_length),
         resumed_tokens=len(plan.output_ids),
         speculation=SpeculationUsage(

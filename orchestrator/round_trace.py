@@ -73,6 +73,12 @@ class _SessionObserver:
 
 
 def _is_of(session_id: str, wanted_id: str) -> bool:
+    """Whether a session is that, one of its choices, or of a request with that id."""
+    request_id, tilde, _ = session_id.partition("~")
+    if tilde and request_id == wanted_id:
+        return True
+    if tilde and "~" not in wanted_id:
+        return False  # what a caller chose may look like the choice of another request
     return session_id == wanted_id or session_id.startswith(f"{wanted_id}-")
 
 

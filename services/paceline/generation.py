@@ -5,6 +5,7 @@ Knows nothing of gRPC, tensors or models; `client` carries these values over the
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
 ROLES = ("system", "user", "assistant")
 _MAX_UINT32 = 2**32 - 1
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,6 +74,15 @@ class SpeculationOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What of an answer is sent, at least one of them; what is left out is not computed, where nothing else needs it."""
+
+    text: bool = True
+    token_ids: bool = True  # and origins; an answer can be resumed by them alone, and log-probabilities need them
+    pieces: bool = True  # text of each token by itself, and of the most probable ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """What to answer, and how; exactly one of `text`, `token_ids` and `messages` is the prompt.
 
@@ -91,6 +102,11 @@ class GenerationRequest:
     )
     n: int = 1  # answers to the same prompt, side by side, each with its own seed
     tenant: str = ""  # drafts may come from what the same tenant was answered before, never from another's answers
+    model: str = ""  # which served model is to answer; "": whichever is served
+    output: OutputOptions = field(default_factory=OutputOptions)
+    request_id: str = (
+        ""  # the caller's own name for this answer: 1 to 64 letters, digits, ".", "_", "-"; "": one is drawn
+    )
 
     def __post_init__(self) -> None:
         given = [prompt for prompt in (self.text, self.token_ids, self.messages) if prompt is not None]
@@ -110,6 +126,10 @@ class GenerationRequest:
         _require_range("logprobs", _present(self.logprobs), highest=MAX_LOGPROBS)
         _require_range("n", [self.n], lowest=1, highest=MAX_CHOICES)
         _require_tenant(self.tenant)
+        _require_text("model", self.model)
+        _check_output(self.output, logprobs=self.logprobs)
+        if self.request_id:
+            require_request_id(self.request_id)
         if self.output_ids and self.n > 1:
             raise InvalidRequest(
                 "n must be 1 where output_ids resume an answer; resume each choice by itself, with its own seed.",
@@ -172,6 +192,22 @@ def _require_tenant(tenant: str) -> None:
         )
 
 
+def _check_output(output: OutputOptions, *, logprobs: int | None) -> None:
+    if not (output.text or output.token_ids or output.pieces):
+        raise InvalidRequest("output asks for nothing; ask for text, token_ids or pieces.", parameter="output")
+    if logprobs is not None and not output.token_ids:
+        raise InvalidRequest("logprobs belong to token ids; ask for token_ids in output too.", parameter="output")
+
+
+def require_request_id(request_id: str) -> None:
+    """Raises `InvalidRequest` for a name that no answer can have."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequest(
+            "request_id must be 1 to 64 letters (A-Z, a-z), digits, dots, underscores or hyphens.",
+            parameter="request_id",
+        )
+
+
 def _require_role(role: str) -> None:
     if role not in ROLES:
         raise InvalidRequest(
@@ -193,7 +229,7 @@ class IncompleteAnswer(PacelineError):
 class Started:
     """The request was admitted."""
 
-    request_id: str  # identifies this request in logs and errors
+    request_id: str  # identifies this request in logs and errors, and is what cancels it
     seeds: tuple[
         int, ...
     ]  # in force, one a choice; each alone, as the seed of a request with n=1, gives its choice again
@@ -363,6 +399,19 @@ class ServerInfo:
     target: ModelInfo
     drafter: ModelInfo | None  # None: no drafter is connected
     speculation: SpeculationOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model that requests can be for, with its limits and defaults."""
+
+    name: str  # what requests call it
+    target: ModelInfo
+    drafter: ModelInfo | None  # None: no drafter is connected
+    speculation: SpeculationOptions
+    default_max_tokens: int  # of requests that name none
+    max_prompt_tokens: int
+    max_choices: int  # answers to one prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Light: clients import it, so it loads no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from paceline.errors import InvalidRequest, PayloadInvalid
@@ -16,9 +17,11 @@ from paceline.generation import (
     Finished,
     GenerationRequest,
     OrchestratorStatus,
+    OutputOptions,
     PoolStatus,
     ReplicaStatus,
     Schedule,
+    ServedModel,
     ServerInfo,
     SpeculationOptions,
     SpeculationUsage,
@@ -90,6 +93,9 @@ def request_to_proto(request: GenerationRequest) -> generation_pb.GenerateReques
         logprobs=request.logprobs,
         n=request.n if request.n > 1 else None,
         tenant=request.tenant,
+        model=request.model,
+        output=_output_to_proto(request.output),
+        request_id=request.request_id,
     )
     if request.text is not None:
         message.text = request.text
@@ -124,7 +130,23 @@ def request_from_proto(message: generation_pb.GenerateRequest) -> GenerationRequ
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         n=message.n if message.HasField("n") else 1,
         tenant=message.tenant,
+        model=message.model,
+        output=_output_from_proto(message),
+        request_id=message.request_id,
     )
+
+
+def _output_to_proto(output: OutputOptions) -> generation_pb.OutputOptions | None:
+    """None, which is shorter, for everything."""
+    if output == OutputOptions():
+        return None
+    return generation_pb.OutputOptions(text=output.text, token_ids=output.token_ids, pieces=output.pieces)
+
+
+def _output_from_proto(message: generation_pb.GenerateRequest) -> OutputOptions:
+    if not message.HasField("output"):
+        return OutputOptions()
+    return OutputOptions(text=message.output.text, token_ids=message.output.token_ids, pieces=message.output.pieces)
 
 
 def _options_to_proto(options: SpeculationOptions) -> generation_pb.SpeculationOptions:
@@ -324,6 +346,38 @@ def server_info_from_proto(message: generation_pb.GetServerInfoResponse) -> Serv
         target=info_from_proto(message.target),
         drafter=info_from_proto(message.drafter) if message.HasField("drafter") else None,
         speculation=_options_from_proto(message.speculation),
+    )
+
+
+def served_models_to_proto(models: Sequence[ServedModel]) -> generation_pb.ListModelsResponse:
+    return generation_pb.ListModelsResponse(
+        models=[
+            generation_pb.ServedModel(
+                name=model.name,
+                target=info_to_proto(model.target),
+                drafter=info_to_proto(model.drafter) if model.drafter else None,
+                speculation=_options_to_proto(model.speculation),
+                default_max_tokens=model.default_max_tokens,
+                max_prompt_tokens=model.max_prompt_tokens,
+                max_choices=model.max_choices,
+            )
+            for model in models
+        ]
+    )
+
+
+def served_models_from_proto(message: generation_pb.ListModelsResponse) -> tuple[ServedModel, ...]:
+    return tuple(
+        ServedModel(
+            name=model.name,
+            target=info_from_proto(model.target),
+            drafter=info_from_proto(model.drafter) if model.HasField("drafter") else None,
+            speculation=_options_from_proto(model.speculation),
+            default_max_tokens=model.default_max_tokens,
+            max_prompt_tokens=model.max_prompt_tokens,
+            max_choices=model.max_choices,
+        )
+        for model in message.models
     )
 
 

@@ -95,7 +95,7 @@ class SpeculationOptions(_message.Message):
     def __init__(self, rule: _Optional[_Union[_session_pb2.VerificationRule, str]] = ..., draft_length: _Optional[int] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., fan_out: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "stopping", "speculation", "seed", "output_ids", "logprobs", "n", "tenant")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "stopping", "speculation", "seed", "output_ids", "logprobs", "n", "tenant", "model", "output", "request_id")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,9 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _session_pb2.TokenIds
     chat: ChatMessages
@@ -118,7 +121,20 @@ class GenerateRequest(_message.Message):
     logprobs: int
     n: int
     tenant: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_session_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., seed: _Optional[int] = ..., output_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    model: str
+    output: OutputOptions
+    request_id: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[_session_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_session_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StopConditions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., seed: _Optional[int] = ..., output_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class OutputOptions(_message.Message):
+    __slots__ = ("text", "token_ids", "pieces")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    text: bool
+    token_ids: bool
+    pieces: bool
+    def __init__(self, text: bool = ..., token_ids: bool = ..., pieces: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -129,6 +145,18 @@ class GenerateResponse(_message.Message):
     delta: Delta
     finished: Finished
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class CancelResponse(_message.Message):
+    __slots__ = ("was_running",)
+    WAS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    was_running: bool
+    def __init__(self, was_running: bool = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "seed", "prompt_tokens", "seeds")
@@ -255,6 +283,34 @@ class GetServerInfoResponse(_message.Message):
     drafter: _session_pb2.ModelInfo
     speculation: SpeculationOptions
     def __init__(self, target: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., drafter: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ServedModel]
+    def __init__(self, models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ...) -> None: ...
+
+class ServedModel(_message.Message):
+    __slots__ = ("name", "target", "drafter", "speculation", "default_max_tokens", "max_prompt_tokens", "max_choices")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    target: _session_pb2.ModelInfo
+    drafter: _session_pb2.ModelInfo
+    speculation: SpeculationOptions
+    default_max_tokens: int
+    max_prompt_tokens: int
+    max_choices: int
+    def __init__(self, name: _Optional[str] = ..., target: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., drafter: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., default_max_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_choices: _Optional[int] = ...) -> None: ...
 
 class GetPoolStatusRequest(_message.Message):
     __slots__ = ()

@@ -39,6 +39,16 @@ class GenerationServiceStub(object):
                 request_serializer=paceline_dot_v1_dot_generation__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/paceline.v1.GenerationService/Cancel',
+                request_serializer=paceline_dot_v1_dot_generation__service__pb2.CancelRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_generation__service__pb2.CancelResponse.FromString,
+                _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/paceline.v1.GenerationService/ListModels',
+                request_serializer=paceline_dot_v1_dot_generation__service__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_generation__service__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/paceline.v1.GenerationService/GetServerInfo',
                 request_serializer=paceline_dot_v1_dot_generation__service__pb2.GetServerInfoRequest.SerializeToString,
@@ -63,6 +73,22 @@ class GenerationServiceServicer(object):
         """Streams one answer: first `started`, then any number of `delta`, then `finished`. A stream that ends without
         `finished` is incomplete, whatever its status says. With `n` above 1 the events of all choices are mixed, those of
         one choice in their order, and there is one `finished` for each choice.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends a running or waiting answer of the same caller, with all its choices: its stream fails with the reason CANCELLED,
+        and all that it held is free. Whoever reads the stream itself need only end the call. Behind an endpoint there may be
+        several orchestrators; where one cannot hand the request on to the others, it answers for itself alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListModels(self, request, context):
+        """Says which models may be asked for here, with their limits and defaults.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +122,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=paceline_dot_v1_dot_generation__service__pb2.GenerateRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_generation__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=paceline_dot_v1_dot_generation__service__pb2.CancelRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_generation__service__pb2.CancelResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=paceline_dot_v1_dot_generation__service__pb2.ListModelsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_generation__service__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -140,6 +176,60 @@ class GenerationService(object):
             '/paceline.v1.GenerationService/Generate',
             paceline_dot_v1_dot_generation__service__pb2.GenerateRequest.SerializeToString,
             paceline_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.GenerationService/Cancel',
+            paceline_dot_v1_dot_generation__service__pb2.CancelRequest.SerializeToString,
+            paceline_dot_v1_dot_generation__service__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.GenerationService/ListModels',
+            paceline_dot_v1_dot_generation__service__pb2.ListModelsRequest.SerializeToString,
+            paceline_dot_v1_dot_generation__service__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,
