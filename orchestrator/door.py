@@ -52,7 +52,7 @@ class Door:
     ) -> AsyncGenerator[Event]:
         """`Generator.generate`, for somebody who was let in; also raises `AnswerCancelled` and `RequestIdTaken`."""
         answer = self._running.follow(
-            self.generator.generate(request, timeout_s=timeout_s),
+            self.generator.generate(request, timeout_s=timeout_s, share=caller.name or request.tenant),
             caller=caller.name,
             request_id=request.request_id,
             resumes=bool(request.output_ids),

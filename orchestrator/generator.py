@@ -16,6 +16,7 @@ from typing import Literal
 
 import structlog
 
+from orchestrator.admission import Admission
 from orchestrator.controller import SessionController
 from orchestrator.deployment import Deployment
 from orchestrator.drafter_pool import DrafterPool
@@ -33,7 +34,6 @@ from paceline.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
-    QueueFull,
     TargetUnavailable,
 )
 from paceline.generation import (
@@ -96,7 +96,7 @@ class _Plan:
 
 
 class Generator:
-    """Answers requests with the targets and, if there are any, the drafters. Invariant: `running <= max_sessions`."""
+    """Answers requests with the targets and, if there are any, the drafters; as many at once as it has places."""
 
     def __init__(
         self,
@@ -113,7 +113,11 @@ class Generator:
         self._new_lookup = _fallback(settings)
         self._trace = RoundTrace()
         self._deployment = Deployment()
-        self.running = 0
+        self._admission = Admission(
+            max_places=settings.max_sessions,
+            max_waiting=settings.longest_queue,
+            longest_wait_s=settings.queue_timeout_s,
+        )
 
     def info(self) -> ServerInfo:
         target = self._target_info()
@@ -149,6 +153,16 @@ class Generator:
         )
 
     @property
+    def running(self) -> int:
+        """Answers; a request for n choices counts n times."""
+        return self._admission.running
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait to begin."""
+        return self._admission.waiting
+
+    @property
     def is_ready(self) -> bool:
         """Whether there is a target to answer with."""
         return self._target.is_connected
@@ -180,16 +194,22 @@ class Generator:
         stall_fraction = self._drafter.stall.fraction
         return figures if stall_fraction is None else figures | {"stall_fraction": stall_fraction}
 
-    async def generate(self, request: GenerationRequest, *, timeout_s: float | None) -> AsyncGenerator[Event]:
+    async def generate(
+        self, request: GenerationRequest, *, timeout_s: float | None, share: str = ""
+    ) -> AsyncGenerator[Event]:
         """Stream one answer, or all choices of a request side by side; what fails one of them ends all.
 
-        Raises `PacelineError`: what was streamed before stays valid.
+        A request waits for its places in the part of the line of its `share`; till then nothing is done for it. Raises
+        `PacelineError`: what was streamed before stays valid.
         """
-        self._admit(request.n)
-        self.running += request.n
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         outcome = "failed"
         try:
-            async with asyncio.timeout(timeout_s), aclosing(self._answer(self._plan(request, timeout_s))) as events:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._admission.places(request.n, share=share, deadline_s=deadline_s),
+                aclosing(self._answer(self._plan(request, deadline_s))) as events,
+            ):
                 async for event in events:
                     yield event
             outcome = "finished"
@@ -200,21 +220,7 @@ class Generator:
             outcome = "cancelled"
             raise
         finally:
-            self.running -= request.n
             self._metrics.requests.labels(outcome=outcome).inc()
-
-    def _admit(self, choices: int) -> None:
-        """Refuse what does not fit: all choices of a request are answered at once, or none."""
-        limit = self._settings.max_sessions
-        if choices > limit:
-            raise InvalidRequest(
-                f"n is {choices}, but at most {limit} answers run at once here; ask for fewer.", parameter="n"
-            )
-        if self.running + choices > limit:
-            raise QueueFull(
-                f"{self.running} answers are running, and at most {limit} may run here with the {choices} of this "
-                "request; try again in a moment."
-            )
 
     async def _answer(self, plan: _Plan) -> AsyncGenerator[Event]:
         started_s = time.perf_counter()
@@ -343,7 +349,7 @@ class Generator:
             connected = self._drafter.connected
             self._watch.record(spec.sampling, stats, drafters=remote.drafters, connected=connected)
 
-    def _plan(self, request: GenerationRequest, timeout_s: float | None) -> _Plan:
+    def _plan(self, request: GenerationRequest, deadline_s: float | None) -> _Plan:
         target = self._target_info()
         self._check_model(request.model)
         prompt_ids = self._prompt_ids(request, target)
@@ -393,7 +399,7 @@ class Generator:
             schedule=Schedule.PLAIN if draft_length == 0 or self._drafter is None else schedule,
             draft_length=draft_length,
             fan_out=_unless_auto(self._settings.fan_out) if options.fan_out is None else options.fan_out,
-            deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
+            deadline_s=deadline_s,
         )
 
     def _prompt_ids(self, request: GenerationRequest, target: ModelInfo) -> tuple[int, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import grpc
@@ -33,6 +34,7 @@ from paceline.errors import (
     ModelUnavailable,
     PacelineError,
     PayloadInvalid,
+    PeerRefused,
     QueueFull,
     RequestIdTaken,
     SessionNotFound,
@@ -42,11 +44,12 @@ from paceline.errors import (
     Unauthenticated,
     internal_error,
 )
+from paceline.tls import ClientTls, ServerTls
+from paceline.watched import Watched
 
 logger = structlog.get_logger(__name__)
 
 ERROR_DOMAIN = "paceline"
-from paceline.tls import ClientTls
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 SPLIT_BYTES = 256 * 1024  # one long prompt must not hold up other sessions' verdicts
 
@@ -59,6 +62,7 @@ APPLICATION_METADATA = ("application", "paceline")
 
 STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PeerRefused: grpc.StatusCode.PERMISSION_DENIED,
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     PayloadInvalid: grpc.StatusCode.INVALID_ARGUMENT,
     ContextTooLong: grpc.StatusCode.OUT_OF_RANGE,
@@ -80,6 +84,13 @@ STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
     StartupFailed: grpc.StatusCode.UNAVAILABLE,
     PacelineError: grpc.StatusCode.INTERNAL,
 }
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+CallCheck = Callable[[str, Context], None]
+"""Asked with the method's full name and the context of a call; raises `PacelineError` for one that must not be made."""
+
+_ALTERNATIVE_NAMES = "x509_subject_alternative_name"  # in a context's `auth_context`
 
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -132,9 +143,12 @@ def open_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel
 class Server:
     """One gRPC server on one port, with the standard health service. Started once, stopped once."""
 
-    def __init__(self, *, host: str, port: int) -> None:
-        self._host, self._port = host, port
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+    def __init__(self, *, host: str, port: int, tls: ServerTls | None = None, check: CallCheck | None = None) -> None:
+        """`check` is asked before every call, whatever its service; without `tls` the port is plaintext."""
+        self._host, self._port, self._tls = host, port, tls
+        checks = [_names_checked(tls.client_names)] if tls is not None and tls.client_names else []
+        guards = [_Guard(each) for each in (*checks, *([check] if check else []))]
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=guards)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.address = ""
@@ -145,10 +159,17 @@ class Server:
         return self._server
 
     async def start(self, service_name: str) -> None:
-        """Listen and report SERVING for `service_name`; raises `StartupFailed` if the port is taken."""
+        """Listen and report SERVING for `service_name`.
+
+        Raises `StartupFailed` if the port is taken, or the certificate cannot be used.
+        """
         _refuse_taken_port(self._host, self._port)
+        address = f"{_bracketed(self._host)}:{self._port}"
         try:
-            port = self._server.add_insecure_port(f"{_bracketed(self._host)}:{self._port}")
+            if self._tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _server_credentials(self._tls))
         except RuntimeError as error:
             raise StartupFailed(_port_sentence(self._host, self._port)) from error
         self.address = f"{_bracketed(self._host)}:{port}"
@@ -186,6 +207,80 @@ def _refuse_taken_port(host: str, port: int) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise StartupFailed(f"{_port_sentence(host, port)} ({reason})") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who is let in
+
+
+def _server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """Credentials that follow their files: each new connection is met with what was read last."""
+    watched = Watched(tls.paths, tls.read)
+
+    def configuration() -> Any:
+        material = watched.value()
+        assert material.key is not None, "a server has a key"
+        assert material.cert is not None, "and its certificate"
+        return grpc.ssl_server_certificate_configuration(
+            [(material.key, material.cert)], root_certificates=material.ca
+        )
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), configuration, require_client_authentication=tls.is_mutual
+    )
+
+
+def _names_checked(names: frozenset[str]) -> CallCheck:
+    """That the caller's certificate, which the handshake has verified, bears one of the names."""
+
+    def check(method: str, context: Context) -> None:
+        borne = {name.decode("utf-8", "replace") for name in context.auth_context().get(_ALTERNATIVE_NAMES, ())}
+        if borne.isdisjoint(names):
+            raise PeerRefused(
+                f"The certificate of the caller bears {', '.join(sorted(borne)) or 'no name'}, and "
+                f"{' or '.join(sorted(names))} alone is let in here; --tls-clients names who may call."
+            )
+
+    return check
+
+
+class _Guard(grpc.aio.ServerInterceptor):
+    """Puts a check before every call: what the check raises ends the call, and its handler never runs."""
+
+    def __init__(self, check: CallCheck) -> None:
+        self._check = check
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+
+        async def admit(context: Context) -> None:
+            async with mapped_errors(context, rpc=method):
+                self._check(method, context)
+
+        return _guarded(handler, admit)
+
+
+def _guarded(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Any:
+    """The same handler behind `admit`."""
+    kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+    inner = getattr(handler, kind)
+
+    async def respond(request: Any, context: Context) -> Any:
+        await admit(context)
+        return await inner(request, context)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        await admit(context)
+        async with aclosing(inner(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    behavior = stream if inspect.isasyncgenfunction(inner) else respond
+    return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,9 +337,6 @@ class Outbox(Generic[Item]):
                 break
             batch.append(self._items.popleft())
         return batch
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Abortable(Protocol):
