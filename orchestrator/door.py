@@ -5,13 +5,14 @@ Knows nothing of gRPC or HTTP; a front hands over the `authorization` that came 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.generator import Generator
 from orchestrator.running_answers import RunningAnswers
+from paceline.errors import PacelineError
 from paceline.generation import Event, GenerationRequest
 
 
@@ -45,21 +46,38 @@ class Door:
 
     def caller(self, authorization: str | None) -> Caller:
         """Raises `Unauthenticated`."""
-        return self._gate.caller(authorization)
+        with self.counting_refusals():
+            return self._gate.caller(authorization)
+
+    @contextmanager
+    def counting_refusals(self, caller: Caller | None = None) -> Iterator[None]:
+        """Around what a front does before it has a request: errors raised there are counted and logged as all others."""
+        try:
+            yield
+        except PacelineError as error:
+            self.generator.watch.refuse(error, caller=caller.name if caller else "")
+            raise
 
     async def generate(
-        self, request: GenerationRequest, *, caller: Caller, timeout_s: float | None
+        self, request: GenerationRequest, *, caller: Caller, timeout_s: float | None, traceparent: str | None = None
     ) -> AsyncGenerator[Event]:
-        """`Generator.generate`, for somebody who was let in; also raises `AnswerCancelled` and `RequestIdTaken`."""
-        answer = self._running.follow(
-            self.generator.generate(request, timeout_s=timeout_s, share=caller.name or request.tenant),
-            caller=caller.name,
-            request_id=request.request_id,
-            resumes=bool(request.output_ids),
-        )
-        async with aclosing(answer) as events:
-            async for event in events:
-                yield event
+        """`Generator.generate`, for somebody who was let in; also raises `AnswerCancelled` and `RequestIdTaken`.
+
+        `traceparent` is the W3C trace context that came with the call, if any.
+        """
+        with self.generator.watch.watch(request, caller=caller.name, traceparent=traceparent) as watched:
+            answer = self._running.follow(
+                self.generator.generate(
+                    request, timeout_s=timeout_s, share=caller.name or request.tenant, on_round=watched.on_round
+                ),
+                caller=caller.name,
+                request_id=request.request_id,
+                resumes=bool(request.output_ids),
+            )
+            async with aclosing(answer) as events:
+                async for event in events:
+                    watched.on_event(event)
+                    yield event
 
     async def cancel(self, request_id: str, *, caller: Caller) -> bool:
         """End an answer of the caller's own, and free what it holds; whether it was running or waiting here."""

@@ -26,6 +26,7 @@ from orchestrator.finish import Delivered, Detokenizer, EndConditions, NoText, O
 from orchestrator.fixed_planner import FixedPlanner
 from orchestrator.loop import DraftSource, RoundResult, run_session
 from orchestrator.remote_drafts import RemoteDrafts
+from orchestrator.request_watch import OnRound, RequestWatch, SessionRounds
 from orchestrator.round_trace import RoundTrace
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
@@ -54,6 +55,7 @@ from paceline.generation import (
     Usage,
 )
 from paceline.interleaving import interleaved
+from paceline.logs import bind_session
 from paceline.lookup.ngram import NgramIndex
 from paceline.noise import Purpose, hashed
 from paceline.rounds import TracedRounds
@@ -93,6 +95,7 @@ class _Plan:
     draft_length: int | None  # tokens; None: decided round by round
     fan_out: int | None  # None: likewise
     deadline_s: float | None  # time.monotonic()
+    on_round: OnRound | None  # hears of each round
 
 
 class Generator:
@@ -106,10 +109,13 @@ class Generator:
         target: TargetPool,
         drafter: DrafterPool | None,
         metrics: SpeculationMetrics,
+        watch: RequestWatch,
     ) -> None:
+        """`watch` is for whoever hands in requests (`door`)."""
         self._settings, self._tokenizer = settings, tokenizer
         self._target, self._drafter, self._metrics = target, drafter, metrics
-        self._watch = DrafterWatch(metrics)
+        self.watch = watch
+        self._drafter_watch = DrafterWatch(metrics)
         self._new_lookup = _fallback(settings)
         self._trace = RoundTrace()
         self._deployment = Deployment()
@@ -195,32 +201,29 @@ class Generator:
         return figures if stall_fraction is None else figures | {"stall_fraction": stall_fraction}
 
     async def generate(
-        self, request: GenerationRequest, *, timeout_s: float | None, share: str = ""
+        self,
+        request: GenerationRequest,
+        *,
+        timeout_s: float | None,
+        share: str = "",
+        on_round: OnRound | None = None,
     ) -> AsyncGenerator[Event]:
         """Stream one answer, or all choices of a request side by side; what fails one of them ends all.
 
-        A request waits for its places in the part of the line of its `share`; till then nothing is done for it. Raises
-        `PacelineError`: what was streamed before stays valid.
+        A request waits for its places in the part of the line of its `share`; till then nothing is done for it. `on_round` is
+        told of each round with its session's id. Raises `PacelineError`: what was streamed before stays valid.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        outcome = "failed"
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._admission.places(request.n, share=share, deadline_s=deadline_s),
-                aclosing(self._answer(self._plan(request, deadline_s))) as events,
+                aclosing(self._answer(self._plan(request, deadline_s, on_round))) as events,
             ):
                 async for event in events:
                     yield event
-            outcome = "finished"
         except TimeoutError:
-            outcome = "late"
             raise DeadlineExceeded("The time allowed for this answer is used up; allow more or ask for less.") from None
-        except (asyncio.CancelledError, GeneratorExit):
-            outcome = "cancelled"
-            raise
-        finally:
-            self._metrics.requests.labels(outcome=outcome).inc()
 
     async def _answer(self, plan: _Plan) -> AsyncGenerator[Event]:
         started_s = time.perf_counter()
@@ -254,6 +257,8 @@ class Generator:
     ) -> AsyncGenerator[Delta]:
         """Run a session behind the tokens that are there, until the answer ends."""
         spec = plan.specs[choice]
+        bind_session(spec.session_id)
+        observer = self._trace.observer(spec.session_id)
         async with AsyncExitStack() as sessions:
             target = sessions.enter_context(
                 self._target.session(
@@ -272,7 +277,7 @@ class Generator:
                 drafts=drafts,
                 output=output,
                 stats=stats,
-                observer=self._trace.observer(spec.session_id),
+                observer=observer if plan.on_round is None else SessionRounds(spec.session_id, observer, plan.on_round),
             )
             async for result in rounds:
                 delta = self._delta(result, plan.output, choice)
@@ -347,9 +352,9 @@ class Generator:
         """Compare what the drafters were worth to an answer that has ended with what they should be."""
         if self._drafter is not None and remote is not None:
             connected = self._drafter.connected
-            self._watch.record(spec.sampling, stats, drafters=remote.drafters, connected=connected)
+            self._drafter_watch.record(spec.sampling, stats, drafters=remote.drafters, connected=connected)
 
-    def _plan(self, request: GenerationRequest, deadline_s: float | None) -> _Plan:
+    def _plan(self, request: GenerationRequest, deadline_s: float | None, on_round: OnRound | None) -> _Plan:
         target = self._target_info()
         self._check_model(request.model)
         prompt_ids = self._prompt_ids(request, target)
@@ -400,6 +405,7 @@ class Generator:
             draft_length=draft_length,
             fan_out=_unless_auto(self._settings.fan_out) if options.fan_out is None else options.fan_out,
             deadline_s=deadline_s,
+            on_round=on_round,
         )
 
     def _prompt_ids(self, request: GenerationRequest, target: ModelInfo) -> tuple[int, ...]:

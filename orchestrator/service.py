@@ -18,8 +18,11 @@ from orchestrator.directory import Directory, StaticDirectory
 from orchestrator.door import Door, OpenGate
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.generator import Generator
+from orchestrator.loop_lag import measure_lag
 from orchestrator.remote_target import FailoverLimits
 from orchestrator.replica_client import TargetClient
+from orchestrator.request_metrics import RequestMetrics
+from orchestrator.request_watch import RequestWatch, Tracer
 from orchestrator.target_pool import NewTargetClient, TargetPool
 from orchestrator.text import Tokenizer
 from paceline.engine.checkpoint import resolve_checkpoint
@@ -129,7 +132,37 @@ async def open_generator(
                 # A drafter is optional at any time: sessions go on without it, and use it when it comes.
                 logger.warning("no drafter answers yet", address=settings.drafter)
         metrics.stale_items.set_function(lambda: target.stale_items + (drafter.stale_items if drafter else 0))
-        yield Generator(settings, tokenizer, target=target, drafter=drafter, metrics=metrics)
+        watch = await connections.enter_async_context(_watching(settings, registry, target))
+        yield Generator(settings, tokenizer, target=target, drafter=drafter, metrics=metrics, watch=watch)
+
+
+@asynccontextmanager
+async def _watching(
+    settings: OrchestratorSettings, registry: CollectorRegistry, target: TargetPool
+) -> AsyncIterator[RequestWatch]:
+    """What tells operators of requests and of this event loop while the block runs."""
+    metrics = RequestMetrics(registry)
+    lag = asyncio.ensure_future(measure_lag(metrics.loop_lag.observe))
+    try:
+        async with _open_tracer(settings) as tracer:
+            yield RequestWatch(metrics, model=lambda: target.info.model_id if target.info else "", tracer=tracer)
+    finally:
+        lag.cancel()
+
+
+@asynccontextmanager
+async def _open_tracer(settings: OrchestratorSettings) -> AsyncIterator[Tracer | None]:
+    if not settings.otlp_endpoint:
+        yield None
+        return
+    from paceline.tracing import otlp_tracer  # noqa: PLC0415 - OpenTelemetry, which nobody else loads
+
+    service, ratio = "paceline-orchestrator", settings.trace_sample_ratio
+    tracer = otlp_tracer(settings.otlp_endpoint, service=service, sample_ratio=ratio)
+    try:
+        yield tracer
+    finally:
+        await asyncio.to_thread(tracer.close)
 
 
 @asynccontextmanager

@@ -8,9 +8,9 @@ from typing import Any
 import ray
 from ray.serve import metrics
 
+from paceline.logs import configure_logging
 from paceline.replica import ZONE_LABEL, ModelReplica, ReplicaDeployment
 from paceline.settings import TargetSettings
-from paceline.telemetry import configure_logging
 from target_service.service import prepare
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import TypeVar
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
 
@@ -20,23 +22,35 @@ async def interleaved(streams: Sequence[AsyncGenerator[ItemT]]) -> AsyncGenerato
     or because the reader leaves or is cancelled.
     """
     # No TaskGroup: a generator may be left at a `yield`, and a group would cancel the reader's task, wherever that is.
-    steps: dict[asyncio.Task[ItemT | None], AsyncGenerator[ItemT]] = {}
+    steps: dict[asyncio.Task[ItemT | None], _Stream[ItemT]] = {}
     try:
-        steps |= {asyncio.create_task(_next_of(stream)): stream for stream in streams}
+        for stream in streams:
+            # A context each: what one of them binds in the log holds for all of its steps, and for no other's.
+            alone = _Stream(stream, copy_context())
+            steps[alone.step()] = alone
         while steps:
             await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
             for step in [step for step in steps if step.done()]:
-                stream = steps.pop(step)
+                stepping = steps.pop(step)
                 item = step.result()
                 if item is not None:
                     yield item
-                    steps[asyncio.create_task(_next_of(stream))] = stream
+                    steps[stepping.step()] = stepping
     finally:
         for step in steps:
             step.cancel()
         await asyncio.gather(*steps, return_exceptions=True)
         for stream in streams:
             await stream.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream(Generic[ItemT]):
+    items: AsyncGenerator[ItemT]
+    context: Context
+
+    def step(self) -> asyncio.Task[ItemT | None]:
+        return asyncio.create_task(_next_of(self.items), context=self.context)
 
 
 async def _next_of(stream: AsyncGenerator[ItemT]) -> ItemT | None:

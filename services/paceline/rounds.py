@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.types import DraftOrigin
+from paceline.types import DraftOrigin, request_id_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class RoundRecord:
     @property
     def request_id(self) -> str:
         """As `Started` reports it."""
-        return self.session_id.partition("-")[0]
+        return request_id_of(self.session_id)
 
     @property
     def choice(self) -> int:

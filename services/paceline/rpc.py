@@ -57,6 +57,8 @@ AUTHORIZATION_METADATA_KEY = "authorization"
 """The caller's token, as in HTTP: `Bearer ...`."""
 DEADLINE_METADATA_KEY = "deadline-unix-ms"
 """When the caller stops waiting, in milliseconds since 1970, in ASCII digits: an ingress may hide gRPC's own deadline."""
+TRACEPARENT_METADATA_KEY = "traceparent"
+"""The caller's trace context, as W3C writes it."""
 APPLICATION_METADATA = ("application", "paceline")
 """What Ray Serve's ingress routes by, where it serves more than one application; others ignore it."""
 

@@ -347,6 +347,15 @@ class OrchestratorSettings(ServiceSettings):
     queue_timeout_s: float = Field(
         10.0, gt=0, description="Longest that a request waits to begin; one that would wait longer is refused at once."
     )
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="URL of an OpenTelemetry collector for traces, over gRPC: http://HOST:4317, or https:// for TLS; none: "
+        "no traces.",
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of requests that are traced, of those whose caller has not decided it."
+    )
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that name none.")
     max_tokens_limit: int = Field(131_072, ge=1, description="Largest max_tokens that a request may ask for.")
     max_prompt_tokens: int = Field(131_072, ge=1, description="Longest prompt taken, whatever the model's context.")

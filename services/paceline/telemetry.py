@@ -1,38 +1,15 @@
-"""Logging set-up and the counters that services report."""
+"""The metrics that services report; docs/metrics.md says what each is for."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from paceline.errors import StartupFailed
 from paceline.types import SpeculationStats
-
-
-def configure_logging(level: str, *, service: str) -> None:
-    """Structured lines on standard error: JSON for machines, coloured text on a terminal. Prompts are never logged."""
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,
-    )
-    structlog.contextvars.bind_contextvars(service=service)
 
 
 def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> None:
@@ -189,10 +166,14 @@ class SpeculationMetrics:
             "Draft tokens that came from drafters, branches included, sent to the target or not.",
             registry=registry,
         )
+        self.num_wasted_draft_tokens = Counter(
+            "paceline_spec_decode_num_wasted_draft_tokens",
+            "Of the draft tokens that came from drafters, those that no answer kept.",
+            registry=registry,
+        )
         self.stale_items = Gauge(
             "paceline_stale_items", "Items dropped for an old epoch or another base.", registry=registry
         )
-        self.requests = Counter("paceline_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         judged_by = ["drafter", "temperature"]  # the model, and the nearest temperature of its recorded evaluation
         self._acceptance = Gauge(
             "paceline_spec_decode_per_token_acceptance",
@@ -219,7 +200,7 @@ class SpeculationMetrics:
         )
 
     def record(self, stats: SpeculationStats) -> None:
-        """Add the counts of one finished request."""
+        """Add the counts of one finished answer."""
         self.num_drafts.inc(stats.num_drafts)
         self.num_draft_tokens.inc(stats.num_draft_tokens)
         self.num_accepted_tokens.inc(stats.num_accepted_tokens)
@@ -231,6 +212,8 @@ class SpeculationMetrics:
         self.num_rejections.inc(stats.num_rejections)
         self.branch_hits.inc(stats.branch_hits)
         self.num_received_draft_tokens.inc(stats.num_received_draft_tokens)
+        kept_of_drafters = stats.num_accepted_tokens - stats.fallback_accepted_tokens
+        self.num_wasted_draft_tokens.inc(max(0, stats.num_received_draft_tokens - kept_of_drafters))
 
     def show_acceptance(
         self, drafter: str, temperature: float, *, measured: float, expected: float, is_below: bool

@@ -172,6 +172,16 @@ class SessionSpec:
         return VerificationRule.GREEDY if self.sampling.is_greedy else self.rule
 
 
+def request_id_of(session_id: str) -> str:
+    """The request that a session belongs to.
+
+    Sessions are called REQUEST, or REQUEST~DRAWN where the caller chose the request's id, with -CHOICE behind that for all
+    choices but the first.
+    """
+    chosen, tilde, _ = session_id.partition("~")
+    return chosen if tilde else session_id.partition("-")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Tokens proposed in one round, with the distributions they were drawn from where the rule needs them.

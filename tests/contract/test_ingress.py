@@ -25,6 +25,7 @@ from orchestrator.api import (
 )
 from orchestrator.door import Door, OpenGate
 from orchestrator.generator import Generator
+from orchestrator.request_watch import OnRound
 from paceline.errors import QueueFull, TargetUnavailable
 from paceline.generation import (
     DeploymentStatus,
@@ -41,6 +42,7 @@ from paceline.generation import (
 from paceline.generation_wire import event_from_proto
 from paceline.types import FinishReason, ModelInfo
 from paceline.v1 import generation_service_pb2 as pb
+from tests.watching import watch_alone
 
 REQUEST = pb.GenerateRequest(text="Why?")
 EVENTS: tuple[Event, ...] = (
@@ -95,9 +97,10 @@ class FakeGenerator:
         self.timeouts_s: list[float | None] = []
         self.is_closed = False
         self.is_ready = True
+        self.watch = watch_alone()
 
     async def generate(
-        self, request: GenerationRequest, *, timeout_s: float | None, share: str
+        self, request: GenerationRequest, *, timeout_s: float | None, share: str, on_round: OnRound
     ) -> AsyncGenerator[Event]:
         assert request.text == "Why?"
         self.timeouts_s.append(timeout_s)

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 from structlog.testing import capture_logs
 
+from orchestrator.request_metrics import RequestMetrics
 from paceline.engine.step_plan import StepReport
 from paceline.metrics_bridge import MetricsBridge, MetricsSystem, bridged
 from paceline.telemetry import PoolMetrics, ServiceMetrics, SpeculationMetrics
@@ -230,7 +231,10 @@ def test_ray_takes_every_metric(system: MetricsSystem) -> None:
     metrics.follow(LoadReport)
     metrics.failed_sessions.labels(reason="DRAINING").inc()
     metrics.observe_step(StepReport(sessions=2, tokens=5, seconds=0.1))
-    SpeculationMetrics(orchestrator).requests.labels(outcome="stop").inc()
+    SpeculationMetrics(orchestrator).num_drafts.inc()
+    requests = RequestMetrics(orchestrator)
+    requests.outcomes.labels(outcome="finished").inc()
+    requests.time_to_first_token.observe(0.1)
     PoolMetrics(orchestrator).migrations.labels(pool="target", reason="lost").inc()
     with capture_logs() as logs:
         for registry in (model_service, orchestrator):
