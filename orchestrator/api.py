@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from orchestrator.door import Door
+from orchestrator.door import Caller, Door
 from orchestrator.generator import Generator
 from paceline.errors import InvalidRequest
 from paceline.generation import DeploymentStatus, require_request_id
@@ -33,6 +33,7 @@ from paceline.rpc import (
     AUTHORIZATION_METADATA_KEY,
     DEADLINE_METADATA_KEY,
     TRACEPARENT_METADATA_KEY,
+    CallCheck,
     Context,
     mapped_errors,
 )
@@ -43,6 +44,7 @@ SERVICE_NAME: str = generation_pb.DESCRIPTOR.services_by_name["GenerationService
 
 _LONGEST_DEADLINE = 16  # digits: some thousand years from now
 _HEALTH_PERIOD_S = 1.0
+_HEALTH_METHODS = "/grpc.health.v1.Health/"
 
 Response = TypeVar("Response")
 
@@ -67,14 +69,14 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         self, request: generation_pb.CancelRequest, context: Context
     ) -> generation_pb.CancelResponse:
         async with mapped_errors(context, rpc="Cancel"):
-            return await _cancel(self._door, request, _authorization(context))
+            return await _cancel(self._door, request, _caller(self._door, context))
         raise AssertionError("mapped_errors ends the call")
 
     async def ListModels(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.ListModelsRequest, context: Context
     ) -> generation_pb.ListModelsResponse:
         async with mapped_errors(context, rpc="ListModels"):
-            self._door.caller(_authorization(context))
+            _caller(self._door, context)
             return served_models_to_proto(self._generator.models())
         raise AssertionError("mapped_errors ends the call")
 
@@ -82,6 +84,7 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         self, request: generation_pb.GetServerInfoRequest, context: Context
     ) -> generation_pb.GetServerInfoResponse:
         async with mapped_errors(context, rpc="GetServerInfo"):
+            _caller(self._door, context)
             return server_info_to_proto(self._generator.info())
         raise AssertionError("mapped_errors ends the call")
 
@@ -89,6 +92,7 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         self, request: generation_pb.GetPoolStatusRequest, context: Context
     ) -> generation_pb.GetPoolStatusResponse:
         async with mapped_errors(context, rpc="GetPoolStatus"):
+            _caller(self._door, context)
             return deployment_status_to_proto(self._generator.status())
         raise AssertionError("mapped_errors ends the call")
 
@@ -96,14 +100,15 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         self, request: generation_pb.GetRoundTraceRequest, context: Context
     ) -> generation_pb.GetRoundTraceResponse:
         async with mapped_errors(context, rpc="GetRoundTrace"):
+            _caller(self._door, context)
             return await _round_trace(self._generator, request, lambda traced: traced)
         raise AssertionError("mapped_errors ends the call")
 
 
 async def _answer(
-    door: Door, message: generation_pb.GenerateRequest, context: _WithMetadata, timeout_s: float | None
+    door: Door, message: generation_pb.GenerateRequest, context: _CallContext, timeout_s: float | None
 ) -> AsyncGenerator[generation_pb.GenerateResponse]:
-    caller, traceparent = door.caller(_authorization(context)), _stated(context, TRACEPARENT_METADATA_KEY)
+    caller, traceparent = _caller(door, context), _stated(context, TRACEPARENT_METADATA_KEY)
     with door.counting_refusals(caller):
         request = request_from_proto(message)
     async with aclosing(door.generate(request, caller=caller, timeout_s=timeout_s, traceparent=traceparent)) as events:
@@ -111,10 +116,7 @@ async def _answer(
             yield event_to_proto(event)
 
 
-async def _cancel(
-    door: Door, message: generation_pb.CancelRequest, authorization: str | None
-) -> generation_pb.CancelResponse:
-    caller = door.caller(authorization)
+async def _cancel(door: Door, message: generation_pb.CancelRequest, caller: Caller) -> generation_pb.CancelResponse:
     require_request_id(message.request_id)
     return generation_pb.CancelResponse(was_running=await door.cancel(message.request_id, caller=caller))
 
@@ -139,6 +141,9 @@ class IngressContext(Protocol):
     """What is used of a forwarded call's context (`ray.serve.grpc_util.RayServegRPCContext`)."""
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
+
+    def peer(self) -> str:
+        """Who called the ingress."""
 
     def set_code(self, code: grpc.StatusCode) -> None: ...
 
@@ -168,7 +173,7 @@ async def ingress_cancel(
     """`Cancel` behind an ingress."""
     try:
         async with mapped_errors(_StatusSetter(context), rpc="Cancel"):
-            return await _cancel(door, request, _authorization(context))
+            return await _cancel(door, request, _caller(door, context))
     except _StatusIsSet:
         return generation_pb.CancelResponse()
     raise AssertionError("mapped_errors sets a status")
@@ -178,39 +183,40 @@ async def ingress_list_models(door: Door, context: IngressContext) -> generation
     """`ListModels` behind an ingress."""
 
     def respond() -> generation_pb.ListModelsResponse:
-        door.caller(_authorization(context))
         return served_models_to_proto(door.generator.models())
 
-    return await _ingress_respond(context, "ListModels", respond, otherwise=generation_pb.ListModelsResponse())
+    return await _ingress_respond(door, context, "ListModels", respond, otherwise=generation_pb.ListModelsResponse())
 
 
-async def ingress_get_server_info(generator: Generator, context: IngressContext) -> generation_pb.GetServerInfoResponse:
+async def ingress_get_server_info(door: Door, context: IngressContext) -> generation_pb.GetServerInfoResponse:
     """`GetServerInfo` behind an ingress."""
     return await _ingress_respond(
+        door,
         context,
         "GetServerInfo",
-        lambda: server_info_to_proto(generator.info()),
+        lambda: server_info_to_proto(door.generator.info()),
         otherwise=generation_pb.GetServerInfoResponse(),
     )
 
 
 async def ingress_get_pool_status(
-    generator: Generator,
+    door: Door,
     context: IngressContext,
     *,
     annotate: Callable[[DeploymentStatus], DeploymentStatus] = lambda status: status,
 ) -> generation_pb.GetPoolStatusResponse:
     """`GetPoolStatus` behind an ingress; `annotate` adds what only the control plane knows."""
     return await _ingress_respond(
+        door,
         context,
         "GetPoolStatus",
-        lambda: deployment_status_to_proto(annotate(generator.status())),
+        lambda: deployment_status_to_proto(annotate(door.generator.status())),
         otherwise=generation_pb.GetPoolStatusResponse(),
     )
 
 
 async def ingress_get_round_trace(
-    generator: Generator,
+    door: Door,
     request: generation_pb.GetRoundTraceRequest,
     context: IngressContext,
     *,
@@ -219,7 +225,8 @@ async def ingress_get_round_trace(
     """`GetRoundTrace` behind an ingress; `annotate` adds what only the control plane knows."""
     try:
         async with mapped_errors(_StatusSetter(context), rpc="GetRoundTrace"):
-            return await _round_trace(generator, request, annotate)
+            _caller(door, context)
+            return await _round_trace(door.generator, request, annotate)
     except _StatusIsSet:
         return generation_pb.GetRoundTraceResponse()
     raise AssertionError("mapped_errors sets a status")
@@ -259,10 +266,11 @@ def _health(generator: Generator, service: str) -> int:
 
 
 async def _ingress_respond(
-    context: IngressContext, rpc: str, respond: Callable[[], Response], *, otherwise: Response
+    door: Door, context: IngressContext, rpc: str, respond: Callable[[], Response], *, otherwise: Response
 ) -> Response:
     try:
         async with mapped_errors(_StatusSetter(context), rpc=rpc):
+            _caller(door, context)
             return respond()
     except _StatusIsSet:
         return otherwise
@@ -286,17 +294,29 @@ class _StatusSetter:
         raise _StatusIsSet
 
 
-class _WithMetadata(Protocol):
-    """A call's context, at either door."""
+class _CallContext(Protocol):
+    """What both contexts, of our own port and of an ingress, say of a call."""
 
     def invocation_metadata(self) -> Any: ...
 
-
-def _authorization(context: _WithMetadata) -> str | None:
-    return _stated(context, AUTHORIZATION_METADATA_KEY)
+    def peer(self) -> str: ...
 
 
-def _stated(context: _WithMetadata, key: str) -> str | None:
+def _caller(door: Door, context: _CallContext) -> Caller:
+    return door.caller(_stated(context, AUTHORIZATION_METADATA_KEY), peer=context.peer())
+
+
+def let_in_by(door: Door) -> CallCheck:
+    """What a server of our own asks before every call but those for its health, whatever services it has."""
+
+    def check(method: str, context: Context) -> None:
+        if not method.startswith(_HEALTH_METHODS):
+            _caller(door, context)
+
+    return check
+
+
+def _stated(context: _CallContext, key: str) -> str | None:
     stated = dict(context.invocation_metadata() or ()).get(key)
     return stated.decode("utf-8", "replace") if isinstance(stated, bytes) else stated
 

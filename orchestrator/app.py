@@ -7,12 +7,14 @@ it gRPC calls, and everything behind them runs as it does without Ray.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
 import ray
+import structlog
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from prometheus_client import CollectorRegistry
 from ray import serve
@@ -25,21 +27,25 @@ from ray.serve.handle import DeploymentHandle
 
 from drafter_service.app import DrafterReplica
 from orchestrator import api
+from orchestrator.access import LoopbackGate, ingress_gate_of
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
 from orchestrator.config import OrchestratorPool, Pool, parse_application
-from orchestrator.door import Door, OpenGate
+from orchestrator.door import Door, Gate
 from orchestrator.ray_directory import RayDirectory
 from orchestrator.scaling import PoolPolicy
 from orchestrator.service import open_generator
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StartupFailed
 from paceline.generation import DeploymentStatus
 from paceline.logs import configure_logging
 from paceline.metrics_bridge import bridged
 from paceline.replica import ZONE_LABEL
+from paceline.settings import OrchestratorSettings
 from paceline.v1 import generation_service_pb2 as generation_pb
 from target_service.app import TargetReplica
 
 __all__ = ["PoolPolicy", "build"]
+
+logger = structlog.get_logger(__name__)
 
 _PLACES_BEYOND_SESSIONS = 16  # for status and health calls while every session's place is taken
 _SHUTDOWN_POLL_S = 0.5
@@ -76,13 +82,14 @@ class OrchestratorReplica:
         if drafter is not None:
             board = PoolBoard(nearest_first, **here)
             drafters = RayDirectory(drafter, "drafter", board, is_always_there=has_drafters_always)
+        gate = _ingress_gate(settings)
         registry = CollectorRegistry()
         self._is_broken = False
         self._resources = AsyncExitStack()
         self._generator = await self._resources.enter_async_context(
             open_generator(settings, targets=targets, drafters=drafters, on_broken=self._on_broken, registry=registry)
         )
-        self._door = Door(self._generator, OpenGate())
+        self._door = Door(self._generator, gate)
         await self._resources.enter_async_context(bridged(registry, metrics, labels={"service": "orchestrator"}))
 
     async def Generate(  # noqa: N802 - the name is the contract's
@@ -105,7 +112,7 @@ class OrchestratorReplica:
     async def GetServerInfo(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
     ) -> generation_pb.GetServerInfoResponse:
-        return await api.ingress_get_server_info(self._generator, grpc_context)
+        return await api.ingress_get_server_info(self._door, grpc_context)
 
     async def GetPoolStatus(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetPoolStatusRequest, grpc_context: RayServegRPCContext
@@ -116,7 +123,7 @@ class OrchestratorReplica:
             async with asyncio.timeout(_CONTROLLER_TIMEOUT_S):
                 wanted = await asyncio.to_thread(_wanted_replicas)
         return await api.ingress_get_pool_status(
-            self._generator, grpc_context, annotate=lambda status: _annotated(status, wanted)
+            self._door, grpc_context, annotate=lambda status: _annotated(status, wanted)
         )
 
     async def GetRoundTrace(  # noqa: N802 - the name is the contract's
@@ -124,7 +131,7 @@ class OrchestratorReplica:
     ) -> generation_pb.GetRoundTraceResponse:
         replica_id = serve.get_replica_context().replica_tag
         return await api.ingress_get_round_trace(
-            self._generator,
+            self._door,
             request,
             grpc_context,
             annotate=lambda traced: replace(traced, orchestrator_id=replica_id),
@@ -152,6 +159,19 @@ class OrchestratorReplica:
 
     async def __del__(self) -> None:
         await self._resources.aclose()
+
+
+def _ingress_gate(settings: OrchestratorSettings) -> Gate:
+    """Raises `StartupFailed` where callers cannot be told from the proxy that stands before Serve's own."""
+    gate = ingress_gate_of(settings)
+    if isinstance(gate, LoopbackGate) and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        raise StartupFailed(
+            "Serve's HAProxy hides who calls, and nothing else here tells it; give the orchestrator a tokens_file, or set "
+            "its trust_network if strangers cannot reach the network."
+        )
+    if not settings.is_protected and settings.trust_network:
+        logger.warning("everybody who can reach Serve's ports is let in, as trust_network says")
+    return gate
 
 
 def _wanted_replicas() -> dict[str, int]:

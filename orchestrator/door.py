@@ -5,15 +5,17 @@ Knows nothing of gRPC or HTTP; a front hands over the `authorization` that came 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from orchestrator.generator import Generator
+from orchestrator.loop import RoundReport
 from orchestrator.running_answers import RunningAnswers
-from paceline.errors import PacelineError
-from paceline.generation import Event, GenerationRequest
+from paceline.errors import InvalidRequest, PacelineError
+from paceline.generation import Event, GenerationRequest, Started
+from paceline.types import MAX_TENANT_LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +25,35 @@ class Caller:
     name: str = ""  # of the token that came with the call; "": nobody needs one here
 
 
-class Gate(Protocol):
-    """Decides who may ask."""
+UseTokens = Callable[[int], None]
+"""Told of so many tokens, of prompts or answers, whenever they have been used."""
 
-    def caller(self, authorization: str | None) -> Caller:
-        """Whoever that value of the `authorization` header or metadata names; raises `Unauthenticated`."""
+
+class Gate(Protocol):
+    """Decides who may ask, and how much (`orchestrator.access`)."""
+
+    def caller(self, authorization: str | None, *, peer: str = "") -> Caller:
+        """Whoever that value of the `authorization` header or metadata names; raises `Unauthenticated`.
+
+        `peer` is from where the call comes, as its front knows it.
+        """
+
+    def answers(self, caller: Caller, *, count: int) -> AbstractContextManager[UseTokens]:
+        """One request with so many answers, while the block runs; raises `RateLimited` instead if that is too much."""
 
 
 class OpenGate:
     """Lets everybody in (`Gate`)."""
 
-    def caller(self, authorization: str | None) -> Caller:
+    def caller(self, authorization: str | None, *, peer: str = "") -> Caller:
         return Caller()
+
+    def answers(self, caller: Caller, *, count: int) -> AbstractContextManager[UseTokens]:
+        return nullcontext(_use_freely)
+
+
+def _use_freely(_tokens: int) -> None:
+    return None
 
 
 class Door:
@@ -44,10 +63,10 @@ class Door:
         self.generator, self._gate = generator, gate
         self._running = RunningAnswers()
 
-    def caller(self, authorization: str | None) -> Caller:
+    def caller(self, authorization: str | None, *, peer: str = "") -> Caller:
         """Raises `Unauthenticated`."""
         with self.counting_refusals():
-            return self._gate.caller(authorization)
+            return self._gate.caller(authorization, peer=peer)
 
     @contextmanager
     def counting_refusals(self, caller: Caller | None = None) -> Iterator[None]:
@@ -61,14 +80,24 @@ class Door:
     async def generate(
         self, request: GenerationRequest, *, caller: Caller, timeout_s: float | None, traceparent: str | None = None
     ) -> AsyncGenerator[Event]:
-        """`Generator.generate`, for somebody who was let in; also raises `AnswerCancelled` and `RequestIdTaken`.
+        """`Generator.generate`, for somebody who was let in; also raises `AnswerCancelled`, `RateLimited` and
+        `RequestIdTaken`.
 
         `traceparent` is the W3C trace context that came with the call, if any.
         """
-        with self.generator.watch.watch(request, caller=caller.name, traceparent=traceparent) as watched:
+        with (
+            self.generator.watch.watch(request, caller=caller.name, traceparent=traceparent) as watched,
+            self._gate.answers(caller, count=request.n) as use_tokens,
+        ):
+
+            def on_round(session_id: str, report: RoundReport) -> None:
+                watched.on_round(session_id, report)
+                use_tokens(report.outcome.emitted)
+
+            request = _among_tenants(request, caller)
             answer = self._running.follow(
                 self.generator.generate(
-                    request, timeout_s=timeout_s, share=caller.name or request.tenant, on_round=watched.on_round
+                    request, timeout_s=timeout_s, share=caller.name or request.tenant, on_round=on_round
                 ),
                 caller=caller.name,
                 request_id=request.request_id,
@@ -76,9 +105,25 @@ class Door:
             )
             async with aclosing(answer) as events:
                 async for event in events:
+                    if isinstance(event, Started):
+                        use_tokens(event.prompt_tokens)
                     watched.on_event(event)
                     yield event
 
     async def cancel(self, request_id: str, *, caller: Caller) -> bool:
         """End an answer of the caller's own, and free what it holds; whether it was running or waiting here."""
         return await self._running.cancel(caller=caller.name, request_id=request_id)
+
+
+def _among_tenants(request: GenerationRequest, caller: Caller) -> GenerationRequest:
+    """The same, for a tenant that is this caller's alone: what one caller calls its tenants is no other's business."""
+    if not caller.name:
+        return request
+    tenant = f"{caller.name}/{request.tenant}" if request.tenant else caller.name
+    if len(tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequest(
+            f"tenant must have at most {MAX_TENANT_LENGTH - len(caller.name) - 1} characters for {caller.name}, whose name "
+            "goes before it.",
+            parameter="tenant",
+        )
+    return replace(request, tenant=tenant)

@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 import structlog
 from prometheus_client import CollectorRegistry
 
-from orchestrator.api import SERVICE_NAME, GenerationServicer
+from orchestrator.access import gate_of
+from orchestrator.api import SERVICE_NAME, GenerationServicer, let_in_by
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
 from orchestrator.colocated import ADDRESS, load_target, target_here
 from orchestrator.directory import Directory, StaticDirectory
-from orchestrator.door import Door, OpenGate
+from orchestrator.door import Door
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.generator import Generator
 from orchestrator.loop_lag import measure_lag
@@ -27,6 +28,7 @@ from orchestrator.target_pool import NewTargetClient, TargetPool
 from orchestrator.text import Tokenizer
 from paceline.engine.checkpoint import resolve_checkpoint
 from paceline.errors import StartupFailed
+from paceline.exposure import refuse_exposure, warn_of_trust
 from paceline.model_service import ModelService, use_threads
 from paceline.process import Lifetime, Serve, run_service, until_idle
 from paceline.rpc import Server
@@ -178,16 +180,38 @@ async def _kept_connected(pool: TargetPool | DrafterPool, on_broken: Callable[[]
             await task
 
 
-async def _serve(lifetime: Lifetime, settings: OrchestratorSettings, generator: Generator) -> None:
-    server = Server(host=settings.host, port=settings.port)
-    add_GenerationServiceServicer_to_server(GenerationServicer(Door(generator, OpenGate())), server.registrar)
-    await server.start(SERVICE_NAME)
-    lifetime.ready("orchestrator", server.address)
-    logger.info("ready", address=server.address)
-    await lifetime.until_stopped()
-    await server.begin_draining()
-    await until_idle(lambda: generator.running + generator.waiting, limit_s=settings.drain_s)
-    await server.stop(0.5)
+async def _serve(
+    lifetime: Lifetime, settings: OrchestratorSettings, generator: Generator, registry: CollectorRegistry
+) -> None:
+    refuse_exposure(settings)
+    warn_of_trust(settings)
+    door = Door(generator, gate_of(settings))
+    server = Server(host=settings.host, port=settings.port, tls=settings.public_tls, check=let_in_by(door))
+    add_GenerationServiceServicer_to_server(GenerationServicer(door), server.registrar)
+    http = OpenAIApi(door, settings, registry=registry)
+    async with _http_port(http, settings) as urls:
+        await server.start(SERVICE_NAME)
+        lifetime.ready("orchestrator", server.address, **urls)
+        logger.info("ready", address=server.address, **urls)
+        await lifetime.until_stopped()
+        await server.begin_draining()
+        http.is_draining = True
+        await until_idle(lambda: generator.running + generator.waiting, limit_s=settings.drain_s)
+        await server.stop(0.5)
+
+
+@asynccontextmanager
+async def _http_port(api: OpenAIApi, settings: OrchestratorSettings) -> AsyncIterator[dict[str, str]]:
+    """Serve HTTP until the block ends, if there is a port for it; gives the URL by the name that the ready line has for it."""
+    if settings.http_port is None:
+        yield {}
+        return
+    server = HttpServer(api.application(), host=settings.host, port=settings.http_port, tls=settings.public_tls)
+    await server.start()
+    try:
+        yield {"http": server.url}
+    finally:
+        await server.stop()
 
 
 async def _connected_target(target: TargetPool, settings: OrchestratorSettings) -> ModelInfo:

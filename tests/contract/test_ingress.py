@@ -68,6 +68,9 @@ class FakeContext:
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return self._metadata
 
+    def peer(self) -> str:
+        return "ipv4:10.0.0.9:40000"
+
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code
 
@@ -223,8 +226,8 @@ async def test_leaving_the_stream_ends_the_answer() -> None:
 async def test_unary_methods_answer_or_set_a_status() -> None:
     """Their message carries the status: they return an empty one with it."""
     context = FakeContext()
-    info = await ingress_get_server_info(generator_of(FakeGenerator()), context)
-    status = await ingress_get_pool_status(generator_of(FakeGenerator()), context)
+    info = await ingress_get_server_info(door_of(FakeGenerator()), context)
+    status = await ingress_get_pool_status(door_of(FakeGenerator()), context)
     assert (info.target.model_id, status.orchestrator.running_answers, context.code) == ("m", 2, None)
     failing = FakeGenerator(failure=TargetUnavailable("Gone."))
     for respond, empty in (
@@ -232,7 +235,7 @@ async def test_unary_methods_answer_or_set_a_status() -> None:
         (ingress_get_pool_status, pb.GetPoolStatusResponse()),
     ):
         context = FakeContext()
-        assert await respond(generator_of(failing), context) == empty
+        assert await respond(door_of(failing), context) == empty
         assert (context.code, context.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "TARGET_UNAVAILABLE")
 
 
