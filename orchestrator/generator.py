@@ -29,7 +29,7 @@ from orchestrator.remote_drafts import RemoteDrafts
 from orchestrator.request_watch import OnRound, RequestWatch, SessionRounds
 from orchestrator.round_trace import RoundTrace
 from orchestrator.target_pool import TargetPool
-from orchestrator.text import IncrementalDetokenizer, Tokenizer
+from orchestrator.text import IncrementalDetokenizer, SpelledToken, Tokenizer
 from paceline.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -149,6 +149,10 @@ class Generator:
         )
         return (served,)
 
+    def spell(self, token_id: int) -> SpelledToken:
+        """How a token is written by itself."""
+        return self._tokenizer.spell(token_id)
+
     def _speculation(self) -> SpeculationOptions:
         """The defaults of this deployment."""
         return SpeculationOptions(
@@ -167,6 +171,11 @@ class Generator:
     def waiting(self) -> int:
         """Requests that wait to begin."""
         return self._admission.waiting
+
+    @property
+    def reader_timeout_s(self) -> float:
+        """How long an answer waits for a caller that does not read; for the fronts, which alone see that."""
+        return self._settings.stalled_reader_timeout_s
 
     @property
     def is_ready(self) -> bool:

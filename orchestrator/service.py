@@ -19,7 +19,9 @@ from orchestrator.directory import Directory, StaticDirectory
 from orchestrator.door import Door
 from orchestrator.drafter_pool import DrafterPool
 from orchestrator.generator import Generator
+from orchestrator.http_server import HttpServer
 from orchestrator.loop_lag import measure_lag
+from orchestrator.openai_api import OpenAIApi
 from orchestrator.remote_target import FailoverLimits
 from orchestrator.replica_client import TargetClient
 from orchestrator.request_metrics import RequestMetrics
@@ -75,7 +77,7 @@ async def serve_orchestrator(
         on_broken=lifetime.stop,
         new_target_client=new_target_client,
     ) as generator:
-        await _serve(lifetime, settings, generator)
+        await _serve(lifetime, settings, generator, registry)
 
 
 async def serve_colocated(lifetime: Lifetime, settings: OrchestratorSettings, target: ModelService[Any, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,10 +26,19 @@ REPLACEMENT_MARK = "\ufffd"
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _FALLBACK_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SPACE_BYTE = 0x20
+_SENTENCEPIECE_SPACE = "\u2581"
 
 # An unfinished character has at most three bytes, a visible token at least one: the last three tokens hold it whole.
 _CONTEXT_LENGTH = 3
 _LONGEST_WINDOW = 2 * _CONTEXT_LENGTH  # shortened only this often: each time costs one decode
+
+
+@dataclass(frozen=True, slots=True)
+class SpelledToken:
+    """One token by itself."""
+
+    text: str  # of a special token its name, of bytes that are no characters `bytes:\\xf0\\x9f`: never ambiguous
+    utf8: bytes  # what it adds to the text; empty: nothing
 
 
 class Tokenizer:
@@ -127,6 +137,35 @@ class Tokenizer:
         """The byte that the token stands for, if the vocabulary spells unknown characters byte by byte (`<0x0A>`)."""
         return self._fallback_bytes.get(token_id)
 
+    def spell(self, token_id: int) -> SpelledToken:
+        """How the token is written by itself."""
+        if not self.is_visible(token_id):
+            name = self._tokenizer.convert_ids_to_tokens(token_id) if self._has(token_id) else None
+            return SpelledToken(name if isinstance(name, str) else f"<{token_id}>", b"")
+        spelled = self._bytes_of(token_id)
+        try:
+            return SpelledToken(spelled.decode(), spelled)
+        except UnicodeDecodeError:
+            return SpelledToken("bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled), spelled)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """What a visible token adds to the text, also where it is part of a character."""
+        byte = self.fallback_byte(token_id)
+        if byte is not None:
+            return bytes([byte])
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        assert isinstance(token, str), "one id, one token"
+        steps = self._decoder_steps
+        if steps == ["ByteLevel"] and all(character in _BYTE_LEVEL_BYTES for character in token):
+            return bytes(_BYTE_LEVEL_BYTES[character] for character in token)
+        if steps[:3] == ["Replace", "ByteFallback", "Fuse"]:
+            return token.replace(_SENTENCEPIECE_SPACE, " ").encode()
+        return self.decode([token_id]).encode()
+
+    @cached_property
+    def _decoder_steps(self) -> list[str]:
+        return [step["type"] for step in _decoder_steps(self._tokenizer)]
+
     def own_text(self, token_id: int) -> str | None:
         """The text of a token behind any other that leaves no character unfinished, whatever comes next.
 
@@ -186,11 +225,7 @@ def _decodes_token_by_token(tokenizer: PreTrainedTokenizerBase) -> bool:
     True for the decoders of most models: byte-level ones, and SentencePiece's with fallback bytes, which may strip the
     beginning of the text. Any other may do as it likes (that of CLIP leaves the last space out).
     """
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if decoder is None:
-        return False
-    description: dict[str, Any] = json.loads(decoder.__getstate__())
-    steps: list[dict[str, Any]] = description.get("decoders", [description])
+    steps = _decoder_steps(tokenizer)
     match [step["type"] for step in steps]:
         case ["ByteLevel"] | ["Replace", "ByteFallback", "Fuse"]:
             return True
@@ -198,6 +233,26 @@ def _decodes_token_by_token(tokenizer: PreTrainedTokenizerBase) -> bool:
             return bool(steps[-1]["start"] <= 1 and steps[-1]["stop"] == 0)
         case _:
             return False
+
+
+def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """What the decoder does, one step after the other; none if it does not say."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return []
+    description: dict[str, Any] = json.loads(decoder.__getstate__())
+    steps: list[dict[str, Any]] = description.get("decoders", [description])
+    return steps
+
+
+def _byte_level_bytes() -> dict[str, int]:
+    """From the characters in which byte-level vocabularies write bytes: printable ones as themselves, others from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTE_LEVEL_BYTES = _byte_level_bytes()
 
 
 def _check_messages(messages: Sequence[tuple[str, str]]) -> None:

@@ -32,10 +32,12 @@ class Lifetime:
 
     def __init__(self) -> None:
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.details: dict[str, object] = {}  # what else the service says of itself when it is ready
         self._stopped = asyncio.Event()
 
     def ready(self, service: str, address: str, **fields: object) -> None:
         """Said once, by the service, when it answers at `address`."""
+        self.details = fields
         self.address.set_result(address)
 
     def stop(self) -> None:

@@ -339,14 +339,6 @@ class OrchestratorSettings(ServiceSettings):
     stalled_reader_timeout_s: float = Field(
         60.0, gt=0, description="An answer of which nothing was read for so long is ended; its caller can resume it."
     )
-    max_queued_requests: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        "auto",
-        description="Requests that wait while --max-sessions answers run; beyond it they are refused at once. auto takes "
-        "half of --max-sessions, so that waiting adds at most half to the time of an answer; 0: nobody waits.",
-    )
-    queue_timeout_s: float = Field(
-        10.0, gt=0, description="Longest that a request waits to begin; one that would wait longer is refused at once."
-    )
     otlp_endpoint: str = Field(
         "",
         pattern=r"^(https?://\S+)?$",
@@ -359,6 +351,10 @@ class OrchestratorSettings(ServiceSettings):
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that name none.")
     max_tokens_limit: int = Field(131_072, ge=1, description="Largest max_tokens that a request may ask for.")
     max_prompt_tokens: int = Field(131_072, ge=1, description="Longest prompt taken, whatever the model's context.")
+    http_port: Annotated[int | None, Field(ge=0, le=65535), BeforeValidator(_none_if_empty)] = Field(
+        None, description="Port for the OpenAI-compatible HTTP API; 0 takes any free one, none leaves it off."
+    )
+    http_max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="Largest body of an HTTP request.")
 
     target_tls_name: str = Field(
         "target.paceline", min_length=1, description="With certificates: the name that a target's must bear."
@@ -441,11 +437,6 @@ class OrchestratorSettings(ServiceSettings):
         return (
             "callers tokens by --tokens-file or certificates by --public-tls-cert, --public-tls-key and --public-tls-ca"
         )
-
-    @property
-    def longest_queue(self) -> int:
-        """Requests that may wait."""
-        return self.max_sessions // 2 if self.max_queued_requests == "auto" else self.max_queued_requests
 
     @property
     def longest_queue(self) -> int:

@@ -1,0 +1,81 @@
+"""An HTTP server on one port of this process, within the running event loop. Knows nothing of what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from paceline.errors import StartupFailed
+from paceline.tls import ServerTls
+
+_IDLE_CONNECTION_S = 65  # longer than a load balancer's 60, so that it is never we who close what it just uses
+_LAST_WORDS_S = 1  # for what still runs when the server is stopped
+
+
+class HttpServer:
+    """Started once, stopped once."""
+
+    def __init__(self, application: ASGIApp, *, host: str, port: int, tls: ServerTls | None = None) -> None:
+        self._host, self._port, self._tls = host, port, tls
+        self._server = _Server(
+            uvicorn.Config(
+                application,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_IDLE_CONNECTION_S,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+                ssl_certfile=tls.cert if tls else None,
+                ssl_keyfile=tls.key if tls else None,
+                ssl_ca_certs=tls.client_ca if tls else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_ca else ssl.CERT_NONE,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Listen; raises `StartupFailed` if the port is taken, or a certificate cannot be used."""
+        if self._tls is not None:
+            self._tls.read()
+        self._server.config.load()
+        listener = self._listen()
+        host, port = listener.getsockname()[:2]
+        scheme = "http" if self._tls is None else "https"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    async def stop(self) -> None:
+        """Take no more requests, and end what still runs within a second."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+
+    def _listen(self) -> socket.socket:
+        host = self._host.strip("[]")
+        try:
+            family = socket.getaddrinfo(host, self._port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, self._port), family=family, backlog=1024)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise StartupFailed(
+                f"Port {self._port} on {self._host} cannot be opened for HTTP; choose another with --http-port, or 0 for any "
+                f"free one. ({reason})"
+            ) from error
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's business (`paceline.process`)."""
+        yield
