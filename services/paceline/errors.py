@@ -126,6 +126,13 @@ class PeerRefused(PacelineError):
     reason = "PEER_REFUSED"
 
 
+class ReaderStalled(PacelineError):
+    """The caller has read nothing of its answer for so long that it was ended; what was streamed stays valid, and the
+    answer can be resumed."""
+
+    reason = "READER_STALLED"
+
+
 class RateLimited(QueueFull):
     """The caller has used up what its token allows for now; try again after `retry_after_s`."""
 
