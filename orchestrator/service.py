@@ -188,7 +188,13 @@ async def _serve(
     refuse_exposure(settings)
     warn_of_trust(settings)
     door = Door(generator, gate_of(settings))
-    server = Server(host=settings.host, port=settings.port, tls=settings.public_tls, check=let_in_by(door))
+    server = Server(
+        host=settings.host,
+        port=settings.port,
+        tls=settings.public_tls,
+        check=let_in_by(door),
+        is_reflective=settings.reflection,
+    )
     add_GenerationServiceServicer_to_server(GenerationServicer(door), server.registrar)
     http = OpenAIApi(door, settings, registry=registry)
     async with _http_port(http, settings) as urls:

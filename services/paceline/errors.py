@@ -143,6 +143,7 @@ class MemoryFull(PacelineError):
     """There is no room for the tokens of a step; whoever plans steps makes room first."""
 
     reason = "KV_EXHAUSTED"
+    retry_after_s = 1.0
 
 
 class Draining(PacelineError):
@@ -176,3 +177,4 @@ class StartupFailed(PacelineError):
     """A service cannot start: its port is taken, its settings contradict each other, a peer refuses."""
 
     reason = "STARTUP_FAILED"
+    retry_after_s = 1.0

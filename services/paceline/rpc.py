@@ -8,15 +8,16 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
 import structlog
 from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from paceline.errors import (
@@ -147,12 +148,23 @@ def open_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel
 class Server:
     """One gRPC server on one port, with the standard health service. Started once, stopped once."""
 
-    def __init__(self, *, host: str, port: int, tls: ServerTls | None = None, check: CallCheck | None = None) -> None:
-        """`check` is asked before every call, whatever its service; without `tls` the port is plaintext."""
-        self._host, self._port, self._tls = host, port, tls
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        tls: ServerTls | None = None,
+        check: CallCheck | None = None,
+        is_reflective: bool = False,
+    ) -> None:
+        """`check` is asked before every call, whatever its service; without `tls` the port is plaintext.
+
+        With `is_reflective` the server describes its protocol to whoever may call it.
+        """
+        self._host, self._port, self._tls, self._is_reflective = host, port, tls, is_reflective
         checks = [_names_checked(tls.client_names)] if tls is not None and tls.client_names else []
         guards = [_Guard(each) for each in (*checks, *([check] if check else []))]
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=guards)
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[*guards, _ReadableRequests()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.address = ""
@@ -177,6 +189,11 @@ class Server:
         except RuntimeError as error:
             raise StartupFailed(_port_sentence(self._host, self._port)) from error
         self.address = f"{_bracketed(self._host)}:{port}"
+        if self._is_reflective:
+            reflection.enable_server_reflection(
+                (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            )
+        self._server.add_generic_rpc_handlers((_UnknownMethods(),))  # the last one to be asked
         await self._server.start()
         for name in ("", service_name):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -225,9 +242,7 @@ def _server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
         material = watched.value()
         assert material.key is not None, "a server has a key"
         assert material.cert is not None, "and its certificate"
-        return grpc.ssl_server_certificate_configuration(
-            [(material.key, material.cert)], root_certificates=material.ca
-        )
+        return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], root_certificates=material.ca)
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(), configuration, require_client_authentication=tls.is_mutual
@@ -260,24 +275,24 @@ class _Guard(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
 
-        async def admit(context: Context) -> None:
+        async def admit(_request: Any, context: Context) -> None:
             async with mapped_errors(context, rpc=method):
                 self._check(method, context)
 
         return _guarded(handler, admit)
 
 
-def _guarded(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Any:
+def _guarded(handler: Any, admit: Callable[[Any, Context], Awaitable[None]]) -> Any:
     """The same handler behind `admit`."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     inner = getattr(handler, kind)
 
     async def respond(request: Any, context: Context) -> Any:
-        await admit(context)
+        await admit(request, context)
         return await inner(request, context)
 
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-        await admit(context)
+        await admit(request, context)
         async with aclosing(inner(request, context)) as responses:
             async for response in responses:
                 yield response
@@ -285,6 +300,46 @@ def _guarded(handler: Any, admit: Callable[[Context], Awaitable[None]]) -> Any:
     make = getattr(grpc, f"{kind}_rpc_method_handler")
     behavior = stream if inspect.isasyncgenfunction(inner) else respond
     return make(behavior, handler.request_deserializer, handler.response_serializer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls that no handler can take
+
+
+class _ReadableRequests(grpc.aio.ServerInterceptor):
+    """Refuses a request whose bytes are no message of its type in our words. On a stream they still end the call."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        method = handler_call_details.method
+
+        def read(data: bytes) -> Message | None:
+            try:
+                return cast(Message, handler.request_deserializer(data))
+            except DecodeError:
+                return None
+
+        async def admit(request: Message | None, context: Context) -> None:
+            async with mapped_errors(context, rpc=method):
+                if request is None:
+                    raise PayloadInvalid(f"These bytes are no request of {method}; send what the protocol says.")
+
+        return _guarded(handler._replace(request_deserializer=read), admit)
+
+
+class _UnknownMethods(grpc.GenericRpcHandler):
+    """Whatever no other handler knows."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        method = handler_call_details.method
+
+        async def refuse(_requests: Any, context: Context) -> None:
+            async with mapped_errors(context, rpc=method):
+                raise MethodNotFound(f"There is no method {method} here; it is another service's, or newer than this one.")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,8 +417,9 @@ def to_status(error: PacelineError) -> status_pb2.Status:
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.details)
     ]
-    if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.parameter, description=error.message)
+    if status_code(error) is grpc.StatusCode.INVALID_ARGUMENT:
+        field = error.details.get("parameter", "")
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()

@@ -348,6 +348,9 @@ class OrchestratorSettings(ServiceSettings):
     trace_sample_ratio: float = Field(
         1.0, ge=0, le=1, description="Share of requests that are traced, of those whose caller has not decided it."
     )
+    reflection: bool = Field(
+        False, description="Describe the protocol to gRPC clients that ask, as grpcurl does; for development."
+    )
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that name none.")
     max_tokens_limit: int = Field(131_072, ge=1, description="Largest max_tokens that a request may ask for.")
     max_prompt_tokens: int = Field(131_072, ge=1, description="Longest prompt taken, whatever the model's context.")
