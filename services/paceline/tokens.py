@@ -14,6 +14,7 @@ import datetime as dt
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -21,22 +22,22 @@ from pathlib import Path
 from typing import Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.errors import StartupFailed
 from paceline.redaction import TOKEN_PREFIX
 
 _TOKEN_BYTES = 32
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 class TokenEntry(BaseModel):
     """One token: who its holder is, and what that one may use."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-    )  # of the caller; no "/", which parts it from tenants
+    # Of the caller; no "/", which parts it from its tenants.
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")  # of the token
     requests_per_minute: float | None = Field(default=None, gt=0)
     burst: int | None = Field(default=None, ge=1)  # requests at once; None: as many as in a minute
@@ -44,6 +45,14 @@ class TokenEntry(BaseModel):
     tokens_per_minute: float | None = Field(default=None, gt=0)  # of prompts and answers together
     expires: dt.datetime | dt.date | None = None  # UTC unless it says otherwise; a date ends with its last second
     disabled: bool = False
+
+    @field_validator("expires", mode="before")
+    @classmethod
+    def _date_is_no_midnight(cls, value: object) -> object:
+        """A text that is a date alone means that day, not its first moment, which pydantic would make of it."""
+        if isinstance(value, str) and _DATE.fullmatch(value):
+            return dt.date.fromisoformat(value)
+        return value
 
     @model_validator(mode="after")
     def _burst_goes_with_a_rate(self) -> Self:
@@ -106,7 +115,8 @@ def read_tokens(path: Path) -> TokenFile:
 
 
 def write_tokens(path: Path, file: TokenFile) -> None:
-    """Replace the file in one step; only its owner may read it."""
+    """Replace the file in one step, or what a link leads to; only its owner may read it. Raises `OSError`."""
+    path = path.resolve()
     entries = [entry.model_dump(mode="json", exclude_defaults=True) for entry in file.tokens]
     text = "# Made by `paceline token`: hashes of tokens, never tokens.\n" + yaml.safe_dump(
         {"tokens": entries}, sort_keys=False

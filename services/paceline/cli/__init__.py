@@ -12,6 +12,7 @@ from paceline.cli.demo import demo
 from paceline.cli.generate import generate
 from paceline.cli.serve import serve
 from paceline.cli.status import status
+from paceline.cli.token import token
 from paceline.cli.trace import trace
 from paceline.cli.train import train
 from paceline.cli.up import up
@@ -33,6 +34,7 @@ app.command()(status)
 app.command()(trace)
 app.command()(train)
 app.command()(bench)
+app.add_typer(token)
 
 
 def main() -> None:
