@@ -145,19 +145,25 @@ class Drafter(Generic[StateT]):
     def _turns(self) -> list[_Turn[StateT]]:
         """Who is offered a part in the next step: the likeliest line of each session, then branches."""
         order = self._in_order()
-        turns = [_turn(held, held.state.session.trunk) for held in order if held.state.session.wants_trunk]
+        turns = []
+        for held in order:
+            session = held.state.session
+            turn = _turn(held, session.trunk)
+            # To grow, or to catch up.
+            if turn.work.max_tokens or session.needs_ingest:
+                turns.append(turn)
         return turns + self._branch_turns(order, at_most=max(0, _STEP_LINES - len(turns)))
 
     def _branch_turns(self, order: Sequence[Held[Entry[StateT]]], *, at_most: int) -> list[_Turn[StateT]]:
         """The likeliest branches of all these sessions; those behind a guess are opened now."""
         wishes = [(held, wish) for held in order for wish in held.state.session.branch_wishes()]
-        wishes.sort(key=lambda pair: -pair[1].likelihood)
+        wishes.sort(key=lambda pair: pair[1].likelihood, reverse=True)
         lines = [
             (held, self._open_line(held.state.session, wish) if isinstance(wish, Bud) else wish)
             for held, wish in wishes[:at_most]
         ]
         # One that was to grow may have given its place to another.
-        return [_turn(held, line) for held, line in lines if held.state.session.tree.holds(line)]
+        return [_turn(held, line) for held, line in lines if line.is_open]
 
     def _open_line(self, session: DraftSession[StateT], bud: Bud[StateT]) -> Line[StateT]:
         assert self._fork_state is not None, "only sessions of methods that branch have buds"
@@ -194,7 +200,7 @@ class Drafter(Generic[StateT]):
     def _settle(self, turn: _Turn[StateT], outcome: Outcome) -> Sequence[DrafterEvent]:
         """Take in what a step did for a line. A session ends with its likeliest line alone, a branch by itself."""
         held, line, session = turn.held, turn.line, turn.held.state.session
-        if not self._is_held(held) or not session.tree.holds(line):
+        if not line.is_open or not self._is_held(held):
             return []
         is_trunk = line is session.trunk
         if isinstance(outcome, PacelineError):
@@ -226,8 +232,7 @@ class Drafter(Generic[StateT]):
         return events
 
     def _push(self, held: Held[Entry[StateT]]) -> list[DrafterEvent]:
-        pushed = iter(held.state.session.take_drafted, None)
-        return [Event(held.address, drafted) for drafted in pushed]
+        return [Event(held.address, drafted) for drafted in held.state.session.take_drafted()]
 
     def _open(self, command: Open) -> Sequence[DrafterEvent]:
         self._require_room(len(command.committed_ids))
@@ -280,7 +285,7 @@ class Drafter(Generic[StateT]):
         for held in self._sessions:
             session = held.state.session
             for line in session.tree.branches:
-                if session.tree.holds(line) and self._method.pending_tokens(line.state, line) > 0:
+                if line.is_open and self._method.pending_tokens(line.state, line) > 0:
                     self._close_line(session, line)
             self._sessions.recount(held)
             self._requeue(held)

@@ -10,10 +10,10 @@ Knows nothing of methods, credit, or of when anything is pushed.
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple
 
 from drafter_service.likelihood import LEAST_LIKELIHOOD
 from drafter_service.method import DraftView, StateT
@@ -51,6 +51,7 @@ class Line(Generic[StateT]):
         "drafted_ids",
         "entry_likelihood",
         "has_nothing",
+        "is_open",
         "likelihood",
         "nodes",
         "sent",
@@ -66,6 +67,7 @@ class Line(Generic[StateT]):
         self.likelihood = self.entry_likelihood = 1.0  # that all its tokens are right; that the answer goes into it
         self._weigh()
         self.has_nothing = False  # the method had no continuation of exactly these tokens
+        self.is_open = True  # until its tree closes it
         self.state: StateT
 
     @property
@@ -115,8 +117,8 @@ def _token_id(node: Node) -> int:
     return node.drafted.guess_ids[node.place - 1] if node.place else node.drafted.token_id
 
 
-@dataclass(frozen=True, slots=True)
-class Bud(Generic[StateT]):
+# Tuples rather than dataclasses, which take twice as long to make: each line of each step takes some of these.
+class Bud(NamedTuple, Generic[StateT]):
     """A guess behind which no line was opened yet: in the place of the line's token at `index`."""
 
     line: Line[StateT]
@@ -125,8 +127,7 @@ class Bud(Generic[StateT]):
     likelihood: float  # that the answer goes there
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Drafted tokens to be sent, behind the `base_length` tokens with that digest."""
 
     base_length: int
@@ -147,7 +148,7 @@ class LineTree(Generic[StateT]):
     """All lines of one session, the likeliest one, its trunk, first.
 
     Invariant: any two lines differ in a token that both have; each node is one line's own, and the others that share it
-    grow out of that line; `buds` are the unopened guesses that are likely enough, the likeliest first.
+    grow out of that line.
     """
 
     def __init__(
@@ -156,7 +157,8 @@ class LineTree(Generic[StateT]):
         self.spec, self.prefix = spec, TokenPrefix(committed_ids)
         self.lines = [self._new_line([], start=0)]
         self.lines[0].state = open_state(self.lines[0])
-        self.buds: list[Bud[StateT]] = []
+        self._buds: list[Bud[StateT]] = []
+        self._are_buds_ranked = True
 
     @property
     def trunk(self) -> Line[StateT]:
@@ -170,17 +172,25 @@ class LineTree(Generic[StateT]):
     def committed_length(self) -> int:
         return len(self.prefix)
 
+    @property
+    def buds(self) -> Sequence[Bud[StateT]]:
+        """The unopened guesses that are likely enough, the likeliest first; of equals the older one."""
+        if not self._are_buds_ranked:
+            # Once for all tokens of a step: it is nearly in order already.
+            self._buds.sort(key=_likelihood, reverse=True)
+            self._are_buds_ranked = True
+        return self._buds
+
     def extend(self, line: Line[StateT], token: DraftedToken, likelihoods: Sequence[float]) -> None:
         """Append a token; `likelihoods` are its own, then those of its guesses."""
-        digest = line.nodes[-1].digest if line.nodes else self.prefix.digest()
-        before = line.likelihood
+        nodes, before = line.nodes, line.likelihood
+        digest = nodes[-1].digest if nodes else self.prefix.digest()
         line.append(Node(token, 0, extend_digest(digest, token.token_id), likelihoods))
-        for bud in _buds(line, len(line.nodes) - 1, before):
-            insort(self.buds, bud, key=_rank)
+        self._grow_buds(line, len(nodes) - 1, before)
 
     def fork(self, bud: Bud[StateT], fork_state: Callable[[StateT, DraftView, int], StateT]) -> Line[StateT]:
         """Open a line behind a guess."""
-        self.buds.remove(bud)
+        self._buds.remove(bud)
         parent, index = bud.line, bud.index
         node = parent.nodes[index]
         node.opened.add(bud.place)
@@ -197,13 +207,11 @@ class LineTree(Generic[StateT]):
         assert line is not self.trunk, "the last line is never closed"
         own = line.nodes[line.start]
         gone = [each for each in self.branches if each is line or own in each.nodes[line.start : line.start + 1]]
-        self.lines = [each for each in self.lines if each not in gone]
-        self.buds = [bud for bud in self.buds if bud.line not in gone]
+        for each in gone:
+            each.is_open = False
+        self.lines = [each for each in self.lines if each.is_open]
+        self._buds = [bud for bud in self._buds if bud.line.is_open]
         return [each.state for each in gone]
-
-    def holds(self, line: Line[StateT]) -> bool:
-        """Whether the line is one of these still."""
-        return line in self.lines
 
     def least_likely(self) -> Line[StateT]:
         """The branch that the answer goes into least likely: nothing grows out of it. There must be one."""
@@ -230,6 +238,8 @@ class LineTree(Generic[StateT]):
             if len(survivors[0].nodes) > longest:
                 rewound_to = self.committed_length + longest
             survivors[0].truncate(longest)
+        for line in closed:
+            line.is_open = False
         for line in survivors:
             line.shed(min(longest, len(ids)))
         self.prefix.extend(ids)
@@ -244,38 +254,35 @@ class LineTree(Generic[StateT]):
         if start == line.sent:
             return None
         digest = line.nodes[start - 1].digest if start else self.prefix.digest()
-        return Run(self.committed_length + start, digest, tuple(node.drafted for node in line.nodes[start:]))
+        return Run(self.committed_length + start, digest, tuple([node.drafted for node in line.nodes[start:]]))
 
     def _new_line(self, nodes: list[Node], *, start: int) -> Line[StateT]:
         return Line(self.spec, self.prefix.ids, nodes, start=start)
 
     def _regrow_buds(self) -> None:
-        self.buds = []
+        self._buds = []
         for line in self.lines:
             before = 1.0
             for index, node in enumerate(line.nodes):
                 if before < LEAST_LIKELIHOOD:
                     break
                 if index >= line.start and not node.is_guess:
-                    self.buds += _buds(line, index, before)
+                    self._grow_buds(line, index, before)
                 before *= node.likelihood
-        self.buds.sort(key=_rank)
+
+    def _grow_buds(self, line: Line[StateT], index: int, before: float) -> None:
+        """Add those in the place of one token of the line; `before`: that all tokens before are right."""
+        node = line.nodes[index]
+        for place in range(1, len(node.likelihoods)):
+            likelihood = before * node.likelihoods[place]
+            if likelihood < LEAST_LIKELIHOOD:
+                break
+            if place not in node.opened:
+                self._buds.append(Bud(line, index, place, likelihood))
+                self._are_buds_ranked = False
 
 
-def _buds(line: Line[StateT], index: int, before: float) -> list[Bud[StateT]]:
-    """Those in the place of one token of the line; `before`: that all tokens before are right."""
-    node, buds = line.nodes[index], []
-    for place in range(1, len(node.likelihoods)):
-        likelihood = before * node.likelihoods[place]
-        if likelihood < LEAST_LIKELIHOOD:
-            break
-        if place not in node.opened:
-            buds.append(Bud(line, index, place, likelihood))
-    return buds
-
-
-def _rank(bud: Bud[StateT]) -> float:
-    return -bud.likelihood
+_likelihood: Callable[[Bud[Any]], float] = attrgetter("likelihood")
 
 
 def _decided(line: Line[StateT], ids: Sequence[int]) -> list[tuple[DraftedToken, int]]:

@@ -59,7 +59,7 @@ class Urgency(Enum):
 
 
 class DraftSession(Generic[StateT]):
-    """One session: its lines, and how far they may go. No token is at or beyond `limit` when drafting begins.
+    """One session: its lines, and how far they may go.
 
     What is pushed when depends on how many tokens were drafted where, never on which: under `rejection` the law of the
     output rests on that (design 3.3). A drawn token is kept with a probability that is right for a token of that
@@ -77,10 +77,10 @@ class DraftSession(Generic[StateT]):
     ) -> None:
         self.tree = LineTree(spec, committed_ids, open_state)
         self.spec = spec
-        self.limit = 0
         self.draft_length, self.credit = 1, 0
         self.branches = self.fan_out = 0
         self.needs_ingest = True
+        self._most_drafted = 0  # tokens behind the committed ones that a line may have when it is to grow no further
         self._acceptance = 0.0
         self._sharpness = sharpness[spec.effective_rule]
         self._is_static = spec.effective_rule is VerificationRule.REJECTION
@@ -108,7 +108,7 @@ class DraftSession(Generic[StateT]):
             self._learn(committed)
         self.needs_ingest |= bool(ids)
         self.draft_length, self.credit = max(1, command.draft_length), command.credit
-        self.limit = min(command.base_length + command.credit, max_context)
+        self._most_drafted = min(command.credit, max_context - command.base_length)
         is_branching = can_branch and command.branches > 0 and command.fan_out > 0
         self.branches, self.fan_out = (command.branches, command.fan_out) if is_branching else (0, 0)
         self._acceptance = command.acceptance
@@ -146,7 +146,7 @@ class DraftSession(Generic[StateT]):
 
     def room_of(self, line: Line[StateT]) -> int:
         """How many tokens the line may grow by now."""
-        return 0 if line.has_nothing else max(0, self.limit - self.committed_length - len(line.nodes))
+        return 0 if line.has_nothing else max(0, self._most_drafted - len(line.nodes))
 
     @property
     def urgency(self) -> Urgency | None:
@@ -156,11 +156,6 @@ class DraftSession(Generic[StateT]):
         if self.needs_ingest:
             return Urgency.INGEST
         return Urgency.BRANCH if any(True for _ in self.branch_wishes()) else None
-
-    @property
-    def wants_trunk(self) -> bool:
-        """Whether the likeliest line wants a part in the next step: to grow, or to catch up."""
-        return self.room_of(self.trunk) > 0 or self.needs_ingest
 
     def branch_wishes(self) -> Iterator[Line[StateT] | Bud[StateT]]:
         """The branches that are worth another token, and guesses to open branches behind."""
@@ -175,7 +170,8 @@ class DraftSession(Generic[StateT]):
         """The likeliest guesses: as many as there is a place for, or one with a better claim to a place than the least
         likely branch."""
         # Behind the guess there must be room for a token.
-        buds = (bud for bud in self.tree.buds if self.committed_length + bud.index + 1 < self.limit)
+        most_before = self._most_drafted - 1
+        buds = (bud for bud in self.tree.buds if bud.index < most_before)
         free = self.branches - len(self.tree.branches)
         if free > 0:
             return islice(buds, free)
@@ -197,24 +193,31 @@ class DraftSession(Generic[StateT]):
         if line is self.trunk:
             self._has_untold_end = line.has_nothing
 
-    def take_drafted(self) -> Drafted | None:
-        """What is to be pushed now, if anything; to be asked again until nothing is.
+    def take_drafted(self) -> list[Drafted]:
+        """What is to be pushed now.
 
         A whole draft, or what there is when drafting cannot go on; branches once they are as many tokens as a draft, or
         nothing is left to do. With branches and credit beyond one draft whatever there is: which of it the verdict will ask
         for is not known, and what has not arrived by then was drafted for nothing.
         """
+        taken = []
+        unsent = [line for line in self.tree.branches if line.sent < len(line.nodes)]
         is_trunk_due = self._is_trunk_due()
-        if not is_trunk_due and not self._are_branches_due():
-            return None
-        base_length, digest = self._trunk_end()
-        draft = self.tree.take_unsent(self.trunk) if is_trunk_due else None
-        # An empty draft with branches would not say that there is nothing to offer.
-        is_end = is_trunk_due and draft is None
-        unsent = [] if is_end else [line for line in self.tree.branches if line.sent < len(line.nodes)]
-        runs = [self.tree.take_unsent(line) for line in unsent]
-        if is_end:
-            self._has_untold_end = False
+        while is_trunk_due or self._are_branches_due(unsent):
+            base_length, digest = self._trunk_end()
+            draft = self.tree.take_unsent(self.trunk) if is_trunk_due else None
+            if is_trunk_due and draft is None:
+                # With branches beside it, an empty draft would not say that there is nothing to offer.
+                self._has_untold_end = False
+                taken.append(self._drafted(base_length, digest, None, []))
+            else:
+                taken.append(self._drafted(base_length, digest, draft, unsent))
+                unsent = []
+            is_trunk_due = self._has_untold_end and self._is_trunk_due()
+        return taken
+
+    def _drafted(self, base_length: int, digest: int, draft: Run | None, branches: Sequence[Line[StateT]]) -> Drafted:
+        runs = [self.tree.take_unsent(line) for line in branches]
         seconds, steps = self._draft_time_s, self._draft_steps
         self._draft_time_s, self._draft_steps = 0.0, 0
         return Drafted(
@@ -224,7 +227,7 @@ class DraftSession(Generic[StateT]):
             vocab_size=self.spec.vocab_size,
             draft_time_s=seconds,
             draft_steps=steps,
-            branches=tuple(run for run in runs if run is not None),
+            branches=tuple([run for run in runs if run is not None]),
         )
 
     @property
@@ -240,10 +243,11 @@ class DraftSession(Generic[StateT]):
         is_last = not self.room_of(self.trunk) and (unsent > 0 or self._has_untold_end)
         return is_last or (unsent > 0 if self._is_streaming else self.trunk.sent == 0 and unsent >= self.draft_length)
 
-    def _are_branches_due(self) -> bool:
-        unsent = sum(len(line.nodes) - line.sent for line in self.tree.branches)
-        is_enough = self._is_streaming or unsent >= self.draft_length
-        return unsent > 0 and (is_enough or self.urgency in (None, Urgency.INGEST))
+    def _are_branches_due(self, unsent: Sequence[Line[StateT]]) -> bool:
+        if not unsent or self._is_streaming:
+            return bool(unsent)
+        is_enough = sum(len(line.nodes) - line.sent for line in unsent) >= self.draft_length
+        return is_enough or self.urgency in (None, Urgency.INGEST)
 
     def _trunk_end(self) -> tuple[int, int]:
         """Length and digest of the tokens up to the last of the trunk that is out."""

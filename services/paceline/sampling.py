@@ -543,10 +543,10 @@ def choose_draft_tokens(
     as if what drafter and target differ by were Gumbel noise again. Raises `DistributionUnusable` if one row holds no
     token.
     """
-    if guesses == 0:
-        return [_draw(row, params, rule, max_entries) for row in rows]
     # Long rows one by one: to copy them together would take longer than what it saves.
     together = max(1, _ENTRIES_TOGETHER // max(1, rows[0].logits.numel())) if rows else 1
+    if guesses == 0 and together == 1:
+        return [_draw(row, params, rule, max_entries) for row in rows]
     return [
         token
         for first in range(0, len(rows), together)
@@ -580,7 +580,7 @@ def _draw_with_guesses(
 ) -> list[DraftedToken]:
     if rule is VerificationRule.REJECTION:
         return _drawn_among(_log_probs_of(rows, params), rows, max_entries, guesses)
-    count = max(_RANKED, guesses + 1)
+    count = max(_RANKED, guesses + 1) if guesses else 1
     if rule is VerificationRule.GREEDY:
         scores, ids = _rankings(_adjusted_rows(rows, params), count)
     else:

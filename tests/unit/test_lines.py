@@ -242,7 +242,8 @@ def test_closing_a_branch_closes_what_grows_out_of_it() -> None:
     other = branch_of(tree, 20)
     assert tree.close(branch) == [branch.state, twig.state]
     assert tree.lines == [tree.trunk, other]
-    assert not tree.holds(twig)
+    assert not branch.is_open
+    assert not twig.is_open
     assert all(bud.line is tree.trunk for bud in tree.buds)
 
 
@@ -308,6 +309,7 @@ def assert_invariants(tree: LineTree[State], committed: Sequence[int]) -> None:
     assert tree.prefix.ids == committed
     assert not any(node.is_guess for node in tree.trunk.nodes)
     for number, line in enumerate(tree.lines):
+        assert line.is_open
         assert line.committed_ids is tree.prefix.ids
         digests = TokenPrefix([*committed, *line.drafted_ids])
         assert [node.digest for node in line.nodes] == [
@@ -322,5 +324,5 @@ def assert_invariants(tree: LineTree[State], committed: Sequence[int]) -> None:
             assert any(mine != theirs for mine, theirs in zip(line.drafted_ids, other.drafted_ids, strict=False))
     owned = [id(node) for line in tree.lines for node in line.nodes[line.start :]]
     assert len(owned) == len(set(owned)) == len({id(node) for line in tree.lines for node in line.nodes})
-    assert all(tree.holds(bud.line) and bud.line.start <= bud.index < len(bud.line.nodes) for bud in tree.buds)
+    assert all(bud.line in tree.lines and bud.line.start <= bud.index < len(bud.line.nodes) for bud in tree.buds)
     assert all(earlier.likelihood >= later.likelihood for earlier, later in pairwise(tree.buds))

@@ -68,8 +68,7 @@ class Wish(NamedTuple, Generic[CacheT]):
         return self.length - self.feeder.cache.length
 
 
-@dataclass(frozen=True, slots=True)
-class Part(Generic[CacheT]):
+class Part(NamedTuple, Generic[CacheT]):
     """What of a wish goes into the step: its next `count` tokens, with its rows if those are the last ones."""
 
     wish: Wish[CacheT]
@@ -77,11 +76,14 @@ class Part(Generic[CacheT]):
 
     def extension(self) -> Extension[CacheT]:
         """The part as the model takes it; to be asked for once, before the step."""
-        feeder, ids = self.wish.feeder, self.wish.ids
-        start, committed = feeder.cache.length, feeder.committed_ids
-        end = start + self.count
-        fed = [*committed[start:end], *ids[max(0, start - len(committed)) : max(0, end - len(committed))]]
-        return Extension(feeder.cache, fed, self.wish.rows if self.count == self.wish.remaining else 0)
+        wish, count = self
+        cache, committed = wish.feeder.cache, wish.feeder.committed_ids
+        start, behind = cache.length, cache.length - len(committed)
+        if behind >= 0:
+            fed = wish.ids[behind : behind + count]
+        else:
+            fed = [*committed[start : start + count], *wish.ids[: max(0, behind + count)]]
+        return Extension(cache, fed, wish.rows if start + count == wish.length else 0)
 
 
 @dataclass(slots=True)
@@ -117,11 +119,11 @@ class StepPlanner(Generic[CacheT]):
         Afterwards there is room in memory for all parts. Empty only while older sessions hold the memory, want nothing
         now and are not silent either; no session waits for one opened later.
         """
-        for wish in wishes:
-            self._reuse_prefix(wish)
         prompts: list[Wish[CacheT]] = []
         others: list[Wish[CacheT]] = []
         for wish in wishes:
+            if wish.remaining > _ALIKE_LENGTH:
+                self._reuse_prefix(wish)
             (prompts if wish.remaining > SHORT_LENGTH else others).append(wish)
         plan = _Plan[CacheT]({wish.feeder.opened for wish in wishes})
         self._fill(plan, others, self.max_batch_tokens - self._kept_for_prompts(prompts, others))
@@ -136,8 +138,6 @@ class StepPlanner(Generic[CacheT]):
     def _reuse_prefix(self, wish: Wish[CacheT]) -> None:
         feeder = wish.feeder
         committed, cache = feeder.committed_ids, feeder.cache
-        if wish.remaining <= _ALIKE_LENGTH:
-            return
         # The tokens whose rows are wanted are computed, even if others have.
         if self._model.reuse_prefix(cache, committed) > wish.length - wish.rows:
             self._model.truncate(cache, wish.length - wish.rows)
@@ -151,10 +151,12 @@ class StepPlanner(Generic[CacheT]):
     def _fill(self, plan: _Plan[CacheT], wishes: Iterable[Wish[CacheT]], budget: int) -> None:
         """Add parts until the budget is used up."""
         for wish in wishes:
-            count, opened = _chunk_length(wish, budget), wish.feeder.opened
+            remaining, opened = wish.remaining, wish.feeder.opened
+            # All, or a chunk that leaves its rows together.
+            count = remaining if remaining <= budget else min(budget, remaining - wish.rows)
             if count <= 0 or opened > plan.newest_allowed:
                 continue
-            next_tokens = _next_tokens(wish)
+            next_tokens = _next_tokens(wish) if remaining > _ALIKE_LENGTH else None
             if next_tokens in plan.being_computed and self._may_wait(wish):
                 continue
             if self._make_room(plan, wish, count):
@@ -198,20 +200,12 @@ class StepPlanner(Generic[CacheT]):
         return max(newer or silent, key=lambda holder: holder.opened, default=None)
 
 
-def _next_tokens(wish: Wish[CacheT]) -> tuple[int, ...] | None:
-    """What sessions have in common that go on alike, and with committed tokens; None if it is not worth comparing.
+def _next_tokens(wish: Wish[CacheT]) -> tuple[int, ...]:
+    """What sessions have in common that go on alike, and with committed tokens.
 
     Where one of them computes, the others had better wait and reuse. Sessions whose tokens before are others have this
     in common as well, which costs them one step's delay.
     """
-    if wish.remaining <= _ALIKE_LENGTH:
-        return None
     # From a border on: chunks end anywhere, but only whole blocks are reused.
     start = wish.feeder.cache.length // _ALIKE_LENGTH * _ALIKE_LENGTH
     return (start, *wish.feeder.committed_ids[start : start + _ALIKE_LENGTH])
-
-
-def _chunk_length(wish: Wish[CacheT], budget: int) -> int:
-    """How many tokens of a wish fit into the budget: all, or a chunk that leaves its rows together."""
-    remaining = wish.remaining
-    return remaining if remaining <= budget else min(budget, remaining - wish.rows)
