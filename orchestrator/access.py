@@ -24,6 +24,7 @@ from paceline.watched import Watched
 _LONGEST_TOKEN = 256  # characters; a longer one is none of ours
 _PLACE_RETRY_S = 1.0  # nobody knows when a caller's own answers end
 _SECONDS_A_MINUTE = 60.0
+_ROUNDING_S = 1e-6  # who waits for as long as was said must not find a rounding error in the way
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -40,7 +41,8 @@ class Budget:
     def wait_s(self, amount: float) -> float:
         """Until so much is there; 0: it is."""
         self._refill()
-        return max(0.0, (amount - self._level) / self._a_second)
+        wait_s = (amount - self._level) / self._a_second
+        return wait_s if wait_s > _ROUNDING_S else 0.0
 
     def spend(self, amount: float) -> None:
         self._refill()
