@@ -24,6 +24,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
 
 from drafter_service.app import DrafterReplica
 from orchestrator import api
@@ -31,6 +32,7 @@ from orchestrator.access import LoopbackGate, ingress_gate_of
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
 from orchestrator.config import OrchestratorPool, Pool, parse_application
 from orchestrator.door import Door, Gate
+from orchestrator.openai_api import OpenAIApi
 from orchestrator.ray_directory import RayDirectory
 from orchestrator.scaling import PoolPolicy
 from orchestrator.service import open_generator
@@ -59,8 +61,9 @@ _ORCHESTRATOR_DEFAULTS = {
 }
 
 
+@serve.ingress()
 class OrchestratorReplica:
-    """One orchestrator behind Serve's ingress."""
+    """One orchestrator behind Serve's ingress: gRPC by the methods that bear its names, HTTP by an ASGI application."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -83,14 +86,20 @@ class OrchestratorReplica:
             board = PoolBoard(nearest_first, **here)
             drafters = RayDirectory(drafter, "drafter", board, is_always_there=has_drafters_always)
         gate = _ingress_gate(settings)
-        registry = CollectorRegistry()
+        self._settings, self._registry = settings, CollectorRegistry()
         self._is_broken = False
         self._resources = AsyncExitStack()
         self._generator = await self._resources.enter_async_context(
-            open_generator(settings, targets=targets, drafters=drafters, on_broken=self._on_broken, registry=registry)
+            open_generator(
+                settings, targets=targets, drafters=drafters, on_broken=self._on_broken, registry=self._registry
+            )
         )
         self._door = Door(self._generator, gate)
-        await self._resources.enter_async_context(bridged(registry, metrics, labels={"service": "orchestrator"}))
+        await self._resources.enter_async_context(bridged(self._registry, metrics, labels={"service": "orchestrator"}))
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        # Called by Serve behind the constructor. Its proxy says the id of a request itself.
+        return OpenAIApi(self._door, self._settings, registry=self._registry, names_requests=False).application()
 
     async def Generate(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GenerateRequest, grpc_context: RayServegRPCContext

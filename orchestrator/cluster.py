@@ -50,6 +50,7 @@ class Deployed:
     """Where the application answers."""
 
     grpc_endpoint: str
+    http_url: str
     replicas: Mapping[str, int]  # running, by deployment
 
 
@@ -84,7 +85,11 @@ def deployed(
         _deploy(file)
         replicas = _await_running(file, start_timeout_s, on_progress)
         stack.callback(on_progress, "Stopping")
-        yield Deployed(f"{LOOPBACK}:{file.grpc_options.port}", replicas)
+        yield Deployed(
+            grpc_endpoint=f"{LOOPBACK}:{file.grpc_options.port}",
+            http_url=f"http://{LOOPBACK}:{file.http_options.port}",
+            replicas=replicas,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

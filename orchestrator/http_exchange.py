@@ -37,6 +37,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, names_itself: bool) -> None:
         """`names_itself`: the response says the request's id, which otherwise whoever is in front does."""
         self.headers = Headers(scope=scope)
+        self.peer: str = (scope.get("client") or ("",))[0]  # the host that calls; empty: unknown
         self.path_parameters: Mapping[str, str] = scope.get("path_params", {})
         self._receive, self._send = receive, send
         self._names_itself = names_itself

@@ -29,7 +29,8 @@ from orchestrator.http_errors import Problem, RequestRefused, problem_of
 from orchestrator.http_exchange import CallerLeft, Exchange
 from orchestrator.openai_answers import Answer, ChatAnswer, CompletionAnswer, model_object
 from orchestrator.openai_requests import Asked, name_here, parse_chat, parse_completion
-from paceline.errors import InvalidRequest, ModelNotFound, PacelineError, internal_error
+from orchestrator.slow_reader import taken
+from paceline.errors import InvalidRequest, ModelNotFound, PacelineError, ReaderStalled, internal_error
 from paceline.generation import Event, ServedModel, Started
 from paceline.settings import OrchestratorSettings
 
@@ -106,12 +107,16 @@ class OpenAIApi:
 
     async def _answer(self, exchange: Exchange, parse: Callable[[bytes], Asked], kind: type[Answer]) -> None:
         caller = self._caller(exchange)
-        timeout_s = _timeout_s(exchange)
-        asked = parse(await exchange.body(self._settings.http_max_body_bytes))
-        answer = kind(asked, self._served(asked.model), self._door.generator.spell)
-        async with exchange.while_connected(), aclosing(self._events(asked, caller, timeout_s)) as events:
+        with self._door.counting_refusals(caller):
+            timeout_s = _timeout_s(exchange)
+            asked = parse(await exchange.body(self._settings.http_max_body_bytes))
+            answer = kind(asked, self._served(asked.model), self._door.generator.spell)
+        request = partial(
+            self._door.generate, caller=caller, timeout_s=timeout_s, traceparent=exchange.headers.get("traceparent")
+        )
+        async with exchange.while_connected(), aclosing(_events([request(item) for item in asked.requests])) as events:
             if asked.stream:
-                await _stream(exchange, answer, events)
+                await _stream(exchange, answer, events, reader_timeout_s=self._door.generator.reader_timeout_s)
             else:
                 async for prompt, event in events:
                     answer.add(prompt, event)
@@ -121,23 +126,13 @@ class OpenAIApi:
         else:
             await exchange.send_json(200, answer.whole())
 
-    async def _events(self, asked: Asked, caller: Caller, timeout_s: float | None) -> AsyncGenerator[tuple[int, Event]]:
-        """The events of all prompts, each with the number of its prompt."""
-        streams = [
-            _numbered(prompt, self._door.generate(request, caller=caller, timeout_s=timeout_s))
-            for prompt, request in enumerate(asked.requests)
-        ]
-        async with aclosing(_side_by_side(streams) if len(streams) > 1 else streams[0]) as events:
-            async for event in events:
-                yield event
-
     @property
     def _longest_answer(self) -> int:
         """Tokens that a chat answer may have unless it says otherwise: as with OpenAI, as many as there is room for."""
         return min(self._settings.max_tokens_limit, self._door.generator.models()[0].target.max_context)
 
     def _caller(self, exchange: Exchange) -> Caller:
-        return self._door.caller(exchange.headers.get("authorization"))
+        return self._door.caller(exchange.headers.get("authorization"), peer=exchange.peer)
 
     def _served(self, name: str) -> ServedModel:
         models = self._door.generator.models()
@@ -146,6 +141,14 @@ class OpenAIApi:
             names = " or ".join(repr(model.name) for model in models)
             raise ModelNotFound(f"There is no model {name!r} here; ask for {names}.", details={"parameter": "model"})
         return served
+
+
+async def _events(answers: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[tuple[int, Event]]:
+    """The events of the answers to all prompts, each with the number of its prompt."""
+    streams = [_numbered(prompt, events) for prompt, events in enumerate(answers)]
+    async with aclosing(_side_by_side(streams) if len(streams) > 1 else streams[0]) as events:
+        async for event in events:
+            yield event
 
 
 async def _numbered(prompt: int, events: AsyncGenerator[Event]) -> AsyncGenerator[tuple[int, Event]]:
@@ -191,8 +194,13 @@ async def _side_by_side(streams: Sequence[AsyncGenerator[ItemT]]) -> AsyncGenera
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _stream(exchange: Exchange, answer: Answer, events: AsyncGenerator[tuple[int, Event]]) -> None:
-    """Send each event when it comes; what fails before the first token fails with a status."""
+async def _stream(
+    exchange: Exchange, answer: Answer, events: AsyncGenerator[tuple[int, Event]], *, reader_timeout_s: float
+) -> None:
+    """Send each event when it comes; what fails before the first token fails with a status.
+
+    Raises `ReaderStalled` if the caller does not read for so long.
+    """
     waiting: list[dict[str, Any]] = []
     async for prompt, event in events:
         waiting += answer.chunks(prompt, event)
@@ -200,11 +208,11 @@ async def _stream(exchange: Exchange, answer: Answer, events: AsyncGenerator[tup
             continue
         exchange.request_id = exchange.request_id or answer.request_id
         for chunk in waiting:
-            await exchange.send_event(chunk)
+            await taken(exchange.send_event(chunk), within_s=reader_timeout_s)
         waiting = []
     last = answer.last_chunk()
     if last is not None:
-        await exchange.send_event(last)
+        await taken(exchange.send_event(last), within_s=reader_timeout_s)
 
 
 def _timeout_s(exchange: Exchange) -> float | None:
@@ -236,8 +244,8 @@ class _Endpoint:
         exchange = Exchange(scope, receive, send, names_itself=self._names_requests)
         try:
             await self._respond(exchange)
-        except CallerLeft:
-            pass
+        except (CallerLeft, ReaderStalled):
+            pass  # nobody hears it: the server closes the connection, and what came over it is not whole
         except RequestRefused as refusal:
             await exchange.fail(refusal.problem)
         except InvalidRequest as error:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER_VARIABLE = "PACELINE_FAKE_STACK"
+HTTP_URL = "http://127.0.0.1:1"
+"""Where a stand-in that was given a port for HTTP says that it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,10 @@ def run_stand_in(service: str) -> None:
         if behaviour.chatter:
             print(behaviour.chatter)
         if not behaviour.never_ready:
-            print(json.dumps({"event": "ready", "service": service, "address": address}), flush=True)
+            ready = {"event": "ready", "service": service, "address": address}
+            if "--http-port" in sys.argv:
+                ready["http"] = HTTP_URL
+            print(json.dumps(ready), flush=True)
         # In short waits, so that a signal handler gets its turn.
         while not stopping.wait(0.05):
             pass

@@ -49,6 +49,8 @@ class LocalStackSettings:
     dtype: str = "auto"
     logit_noise: float = 0.0  # standard deviation of noise on the drafter's logits, to study lower acceptance
     port: int = 0  # of the orchestrator; 0: any free one
+    http_port: int | None = None  # of the orchestrator's HTTP API; 0: any free one, None: it has none
+    reflection: bool = False  # the orchestrator describes its protocol to clients that ask, such as grpcurl
     log_level: str = "warning"
     start_timeout_s: float = 600.0  # the first start may have to fetch or convert a model
     stop_grace_s: float = 8.0  # between SIGTERM and SIGKILL
@@ -121,6 +123,7 @@ class ServiceProcess:
         """Start `python -m ARGUMENTS`; `on_log(name, line)` is called on a thread of its own."""
         self.name = name
         self.address = ""
+        self.http_url = ""  # of a service that answers HTTP too
         self._on_log = on_log
         self._last_log_line = ""
         self._process = subprocess.Popen(
@@ -186,7 +189,9 @@ class ServiceProcess:
         with self._process.stdout as lines:
             for line in lines:
                 if not self.is_ready:
-                    self.address = _address_in(line)
+                    message = _ready_message(line)
+                    self.http_url = str(message.get("http", ""))
+                    self.address = str(message.get("address", ""))
                     if self.is_ready:
                         settled.put(self)
         if not self.is_ready:
@@ -201,14 +206,14 @@ class ServiceProcess:
                     self._on_log(self.name, line.rstrip())
 
 
-def _address_in(line: str) -> str:
-    """The address in a ready line; empty for any other line, such as the chatter of a library."""
+def _ready_message(line: str) -> dict[str, object]:
+    """What a ready line says; nothing for any other line, such as the chatter of a library."""
     try:
         message = json.loads(line)
     except ValueError:
-        return ""
+        return {}
     is_ready_line = isinstance(message, dict) and message.get("event") == "ready"
-    return str(message.get("address", "")) if is_ready_line else ""
+    return message if is_ready_line else {}
 
 
 def _ignore(*_: str) -> None:
@@ -281,6 +286,11 @@ class LocalStack:
         return self.orchestrator.address if self.orchestrator is not None else ""
 
     @property
+    def http_url(self) -> str:
+        """Where the orchestrator answers HTTP; empty until it is ready, and without a port for it."""
+        return self.orchestrator.http_url if self.orchestrator is not None else ""
+
+    @property
     def processes(self) -> tuple[ServiceProcess, ...]:
         started = (self.orchestrator, self.target, self.drafter)
         return tuple(process for process in started if process is not None)
@@ -318,7 +328,8 @@ class LocalStack:
 
     def _start(self) -> None:
         deadline_s = time.monotonic() + self.settings.start_timeout_s
-        _refuse_taken_port(self.settings.port)
+        refuse_taken_port(self.settings.port, option="--port")
+        refuse_taken_port(self.settings.http_port or 0, option="--http-port")
         models = [self._start_target()]
         if self.settings.has_drafter:
             models.append(self._start_drafter())
@@ -358,8 +369,11 @@ class LocalStack:
         )
 
 
-def _refuse_taken_port(port: int) -> None:
-    """Say so at once, and not when the models are loaded; whoever takes the port meanwhile is caught by the service."""
+def refuse_taken_port(port: int, *, option: str) -> None:
+    """Say so at once, and not when the models are loaded; whoever takes the port meanwhile is caught by the service.
+
+    Raises `StartupFailed`.
+    """
     with socket.socket() as probe:
         # A port that a stopped server has just left is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -368,7 +382,7 @@ def _refuse_taken_port(port: int) -> None:
         except (OSError, OverflowError) as error:
             raise StartupFailed(
                 f"Port {port} on {_HOST} cannot be opened ({getattr(error, 'strerror', None) or error}); choose another "
-                "with --port, or 0 for any free one."
+                f"with {option}, or 0 for any free one."
             ) from error
 
 
@@ -380,7 +394,9 @@ Options = dict[str, object]
 
 def _flatten(options: Options) -> Iterator[str]:
     for option, value in options.items():
-        if value is not None:
+        if value is True:
+            yield option
+        elif value not in (None, False):
             yield from (option, str(value))
 
 
@@ -402,6 +418,8 @@ def _drafter_options(settings: LocalStackSettings, threads: ThreadPlan) -> Optio
 def _orchestrator_options(settings: LocalStackSettings, *, target: str, drafter: str | None) -> Options:
     return {
         "--port": settings.port,
+        "--http-port": settings.http_port,
+        "--reflection": settings.reflection,
         "--threads": 1,
         "--target": target,
         "--drafter": drafter,

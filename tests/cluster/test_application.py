@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from benchmarks.chaos import run_chaos
-from orchestrator.cluster import deployed
+from orchestrator.cluster import Deployed, deployed
 from orchestrator.config import DRAFTER_LABELS, TARGET_LABELS
 from paceline.client import (
     GenerationClient,
@@ -39,10 +40,15 @@ ANSWER_LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def endpoint(tiny_model: Path) -> Iterator[str]:
+def application(tiny_model: Path) -> Iterator[Deployed]:
     spread = {"max_replicas_per_node": 1}
-    with deployed(tiny_application(tiny_model, drafter=spread), is_simulated=True) as application:
-        yield application.grpc_endpoint
+    with deployed(tiny_application(tiny_model, drafter=spread), is_simulated=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def endpoint(application: Deployed) -> str:
+    return application.grpc_endpoint
 
 
 @pytest.fixture
@@ -149,6 +155,45 @@ async def test_bad_input_is_refused_by_name_over_the_ingress(client: GenerationC
     with pytest.raises(InvalidRequest, match="9999") as refused:
         await client.complete(GenerationRequest(token_ids=(1, 9999)))
     assert refused.value.parameter == "token_ids"
+
+
+async def test_http_over_the_ingress_gives_the_same_answers(application: Deployed, client: GenerationClient) -> None:
+    """Serve's HTTP proxy hands a whole answer and a stream through, errors with their status, and a hang-up at once."""
+    asked = request_of(6, max_tokens=40)
+    expected = await client.complete(asked, timeout_s=ANSWER_LIMIT_S)
+    async with openai.AsyncOpenAI(base_url=f"{application.http_url}/v1", api_key="none", max_retries=0) as http:
+        (model,) = (await http.models.list()).data
+        ask: dict[str, Any] = {
+            "model": model.id,
+            "prompt": list(asked.token_ids or ()),
+            "seed": 6,
+            "extra_body": {"ignore_eos": True},
+        }
+        whole = await http.completions.create(**ask, max_tokens=40)
+        assert (whole.choices[0].text, whole.usage and whole.usage.completion_tokens) == (expected.text, 40)
+        chunks = [chunk async for chunk in await http.completions.create(**ask, max_tokens=40, stream=True)]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+        assert len(chunks) > 2, "as they come, not all at the end"
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await http.completions.create(**ask, suffix="x")
+        assert refusal.value.param == "suffix"
+        for is_stream in (True, False):
+            await hang_up_on(http, {**ask, "max_tokens": 1500, "stream": is_stream})
+            await until(lambda: running_answers(client, 0), "the answer of a caller who hung up has ended", limit_s=10)
+
+
+async def hang_up_on(http: openai.AsyncOpenAI, ask: dict[str, Any]) -> None:
+    """Leave in the middle of an answer."""
+    if ask["stream"]:
+        async with await http.completions.create(**ask) as stream:
+            await anext(aiter(stream))
+        return
+    with pytest.raises(openai.APITimeoutError):
+        await http.completions.create(**ask, timeout=1.0)
+
+
+async def running_answers(client: GenerationClient, count: int) -> bool:
+    return (await client.pool_status()).orchestrator.running_answers == count
 
 
 async def test_sessions_spread_over_the_targets_and_are_leased(client: GenerationClient) -> None:

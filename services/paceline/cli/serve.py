@@ -58,14 +58,14 @@ def serve(
     file = _configuration(config, port)
     terminal = Terminal.open()
     with running_application(file, terminal, address=address, is_simulated=sim_cluster) as endpoint:
-        asyncio.run(_attend(endpoint, terminal))
+        asyncio.run(_attend(endpoint, f"http://127.0.0.1:{file.http_options.port}", terminal))
 
 
 def _configuration(path: Path | None, port: int | None) -> ServeFile:
     from orchestrator.config import ConfigInvalid, load_serve_file, parse_serve_file  # noqa: PLC0415 - for `serve` only
 
     if path is None:
-        # Nothing of ours answers HTTP, so it need not be in the way of a second server.
+        # Whoever chooses a port has a server at the usual one, whose port for HTTP is taken too.
         content = laptop_configuration() if port is None else laptop_configuration(http_port=free_port())
         return _on_port(parse_serve_file(content), port)
     try:
@@ -86,7 +86,7 @@ def _on_port(file: ServeFile, port: int | None) -> ServeFile:
 # While it runs
 
 
-async def _attend(endpoint: str, terminal: Terminal) -> None:
+async def _attend(endpoint: str, http_url: str, terminal: Terminal) -> None:
     """Say what there is, and then for ever what changes."""
     terminal.write_line(endpoint)
     async with GenerationClient(endpoint) as client:
@@ -95,6 +95,7 @@ async def _attend(endpoint: str, terminal: Terminal) -> None:
             terminal.err.print(status_view(first, width=terminal.err.width))
         terminal.say(f'\nTry: paceline generate --endpoint {endpoint} "Why is the sky blue?"')
         terminal.say(f"     paceline status --endpoint {endpoint} --watch    Ctrl-C stops.")
+        terminal.say(f"OpenAI-compatible HTTP at {http_url}/v1")
         port = endpoint.rpartition(":")[2]
         terminal.say(f"Ray Serve opens port {port} on every network interface, without encryption.", "dim")
         changes = Changes(first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import time
 from enum import StrEnum
 from typing import Annotated
@@ -16,10 +17,11 @@ from paceline.cli import options
 from paceline.cli.serving import running_stack
 from paceline.cli.terminal import Terminal, with_plain_errors
 from paceline.client import GenerationClient, ServerInfo, ServerUnavailable
-from paceline.errors import TargetUnavailable
-from paceline.local_stack import NGRAM_DRAFTER, LocalStack, LocalStackSettings
+from paceline.errors import StartupFailed, TargetUnavailable
+from paceline.local_stack import NGRAM_DRAFTER, LocalStack, LocalStackSettings, refuse_taken_port
 
 _WATCH_INTERVAL_S = 0.2
+_HTTP_PORT = 8000
 _LOG_FRAME = {"event", "level", "service", "timestamp"}
 
 
@@ -53,6 +55,16 @@ def up(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port of the endpoint; 0 takes any free one.")
     ] = 0,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            "--http-port",
+            min=0,
+            max=65535,
+            help=f"Port of the OpenAI-compatible HTTP API; 0 takes any free one. By default {_HTTP_PORT}, or a free one if "
+            "that is taken.",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option("--log-level", help="Which log lines are shown.")] = LogLevel.WARNING,
 ) -> None:
     """Start target, drafter and orchestrator on this machine and print the endpoint."""
@@ -66,6 +78,8 @@ def up(
         dtype=dtype or options.DtypeChoice.AUTO,
         logit_noise=logit_noise,
         port=port,
+        http_port=_free_http_port() if http_port is None else http_port,
+        reflection=True,  # here is where things are tried out
         log_level=log_level,
     )
     with running_stack(
@@ -74,8 +88,24 @@ def up(
         info = asyncio.run(_server_info(stack.endpoint))
         terminal.write_line(stack.endpoint)
         terminal.err.print(_services_table(stack, info))
-        terminal.say(f'Try: paceline generate --endpoint {stack.endpoint} "Why is the sky blue?"    Ctrl-C stops.')
+        terminal.say(f'Try: paceline generate --endpoint {stack.endpoint} "Why is the sky blue?"')
+        terminal.say(f"     {_curl_line(stack.http_url, info)}")
+        terminal.say(f"OpenAI-compatible HTTP at {stack.http_url}/v1    Ctrl-C stops.")
         _watch(stack, terminal)
+
+
+def _free_http_port() -> int:
+    """The usual port of OpenAI-compatible servers, or 0 for any other if it is taken."""
+    try:
+        refuse_taken_port(_HTTP_PORT, option="--http-port")
+    except StartupFailed:
+        return 0
+    return _HTTP_PORT
+
+
+def _curl_line(url: str, info: ServerInfo) -> str:
+    body = {"model": info.target.model_id, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
 def readable(line: str) -> str:
