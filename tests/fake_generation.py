@@ -61,6 +61,23 @@ POOL_STATUS = pb.GetPoolStatusResponse(
 )
 """What the canned deployment looks like: all fields set, and fields that are absent or zero."""
 
+MODELS = pb.ListModelsResponse(
+    models=[
+        pb.ServedModel(
+            name="fake-target",
+            target=session_pb.ModelInfo(model_id="fake-target", vocab_size=1000, max_context=2048, dtype="float32"),
+            drafter=session_pb.ModelInfo(model_id="ngram", method="ngram"),
+            speculation=pb.SpeculationOptions(
+                rule=session_pb.VERIFICATION_RULE_COUPLED, draft_length=4, schedule=pb.SCHEDULE_PIPELINED
+            ),
+            default_max_tokens=256,
+            max_prompt_tokens=2047,
+            max_choices=16,
+        )
+    ]
+)
+"""What is served, with all fields set."""
+
 Answer = Callable[[pb.GenerateRequest], Iterator[pb.GenerateResponse]]
 
 
@@ -72,7 +89,8 @@ def canned_answer(request: pb.GenerateRequest, *, elapsed_s: float = 0.5) -> Ite
     seed = request.seed if request.HasField("seed") else SEED
     choices = range(request.n or 1)
     seeds = [(seed + choice) % 2**64 for choice in choices]
-    yield pb.GenerateResponse(started=pb.Started(request_id="r1", seed=seed, prompt_tokens=3, seeds=seeds))
+    request_id = request.request_id or "r1"
+    yield pb.GenerateResponse(started=pb.Started(request_id=request_id, seed=seed, prompt_tokens=3, seeds=seeds))
     for events in zip(*(_canned_choice(request, choice, elapsed_s=elapsed_s) for choice in choices), strict=True):
         yield from events
 
@@ -154,6 +172,7 @@ class FakeGenerationService(GenerationServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.deadlines_s: list[float] = []
         self.metadata: list[dict[str, str | bytes]] = []  # of every call, whatever its method
+        self.cancelled: list[str] = []  # the ids that Cancel was called with
         self.ended = threading.Event()  # a call is over, whichever side ended it
         self.answer = answer
 
@@ -170,6 +189,17 @@ class FakeGenerationService(GenerationServiceServicer):
             context.abort_with_status(rpc_status.to_status(to_status(error)))
         except BareStatus as status:
             context.abort(status.code, "bare words")
+
+    def Cancel(self, request: pb.CancelRequest, context: grpc.ServicerContext) -> pb.CancelResponse:  # noqa: N802
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.cancelled.append(request.request_id)
+        return pb.CancelResponse(was_running=request.request_id == "r1")
+
+    def ListModels(  # noqa: N802
+        self, request: pb.ListModelsRequest, context: grpc.ServicerContext
+    ) -> pb.ListModelsResponse:
+        self.metadata.append(dict(context.invocation_metadata()))
+        return MODELS
 
     def GetPoolStatus(  # noqa: N802
         self, request: pb.GetPoolStatusRequest, context: grpc.ServicerContext
@@ -191,11 +221,14 @@ class FakeGenerationService(GenerationServiceServicer):
 
 
 @contextmanager
-def serving(service: GenerationServiceServicer, *, port: int = 0) -> Iterator[str]:
-    """The HOST:PORT at which the service answers, until the end of the block."""
+def serving(
+    service: GenerationServiceServicer, *, port: int = 0, credentials: grpc.ServerCredentials | None = None
+) -> Iterator[str]:
+    """The HOST:PORT at which the service answers, over TLS with `credentials`, until the end of the block."""
     server = grpc.server(ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
     add_GenerationServiceServicer_to_server(service, server)
-    bound_port = server.add_insecure_port(f"127.0.0.1:{port}")
+    address = f"127.0.0.1:{port}"
+    bound_port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     server.start()
     try:
         yield f"127.0.0.1:{bound_port}"

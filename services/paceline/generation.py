@@ -30,7 +30,7 @@ MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
 ROLES = ("system", "user", "assistant")
 _MAX_UINT32 = 2**32 - 1
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class GenerationRequest:
         _require_text("model", self.model)
         _check_output(self.output, logprobs=self.logprobs)
         if self.request_id:
-            require_request_id(self.request_id)
+            require_request_id(self.request_id, longest=61 if self.n > 1 else 64)
         if self.output_ids and self.n > 1:
             raise InvalidRequest(
                 "n must be 1 where output_ids resume an answer; resume each choice by itself, with its own seed.",
@@ -199,11 +199,11 @@ def _check_output(output: OutputOptions, *, logprobs: int | None) -> None:
         raise InvalidRequest("logprobs belong to token ids; ask for token_ids in output too.", parameter="output")
 
 
-def require_request_id(request_id: str) -> None:
+def require_request_id(request_id: str, *, longest: int = 64) -> None:
     """Raises `InvalidRequest` for a name that no answer can have."""
-    if not _REQUEST_ID.fullmatch(request_id):
+    if len(request_id) > longest or not _REQUEST_ID.fullmatch(request_id):
         raise InvalidRequest(
-            "request_id must be 1 to 64 letters (A-Z, a-z), digits, dots, underscores or hyphens.",
+            f"request_id must be 1 to {longest} letters (A-Z, a-z), digits, dots, underscores or hyphens.",
             parameter="request_id",
         )
 

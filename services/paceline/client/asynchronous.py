@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from paceline.client.connection import Connection
 from paceline.client.failures import CANCELLED_SENTENCE, ClientClosed, ServerUnavailable, explained, reported_error
 from paceline.client.resumption import Answer, Asked, Choices, Interrupted, TimeLimit
-from paceline.errors import Draining, InvalidRequest, PacelineError, QueueFull, ReaderStalled
+from paceline.errors import Draining, InvalidRequest, PacelineError, QueueFull, ReaderStalled, RequestIdTaken
 from paceline.generation import (
     Completion,
     CompletionBuilder,
@@ -305,6 +305,10 @@ def _may_be_resumed(error: grpc.aio.AioRpcError, failure: PacelineError, asked: 
         # An orchestrator tries itself to go on at another target for as long as it is told to; full and draining are its
         # own troubles, which another one need not have; and who did not read for long may read now. Without a token nothing
         # is lost: the caller may judge.
+        if not asked.has_started:
+            return isinstance(failure, QueueFull)  # as often as the caller wants
+        if isinstance(failure, RequestIdTaken):
+            return True  # by the very answer whose stream has broken
         return asked.has_tokens and isinstance(failure, Draining | QueueFull | ReaderStalled)
     # Full is a place where the answer was to go on, before it does; later it is a message too large to be sent.
     return error.code() in _BROKEN or (error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not has_begun)

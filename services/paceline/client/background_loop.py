@@ -32,7 +32,11 @@ class BackgroundLoop:
             target=lambda: asyncio.run(_live(context, started)), name="paceline-client", daemon=True
         )
         self._thread.start()
-        self._loop, self._end = started.result()
+        try:
+            self._loop, self._end = started.result()
+        except Exception:
+            self._thread.join(_LONGEST_END_S)
+            raise
         # Reentrant: the garbage collector may close a forgotten answer within any line of this class.
         self._lock = threading.RLock()
         self._finalizer = weakref.finalize(self, _stop, self._loop, self._end, self._thread)
