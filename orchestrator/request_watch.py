@@ -21,7 +21,7 @@ from paceline.logs import bind_request
 
 logger = structlog.get_logger(__name__)
 
-MAX_ROUND_EVENTS = 128
+MAX_ROUND_EVENTS = 64
 """A span holds the first rounds of a request, those of all choices together, up to so many; it says how many there were."""
 
 FINISHED, FAILED, LATE, CANCELLED = "finished", "failed", "late", "cancelled"

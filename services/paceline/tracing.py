@@ -6,6 +6,7 @@ what belongs in a span is its caller's business.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 from opentelemetry.context import Context
@@ -21,8 +22,9 @@ from paceline.errors import StartupFailed
 
 Attributes = Mapping[str, AttributeValue]
 
-_MAX_EVENTS = 256  # of one span; its caller is to stay below
-_EXPORT_TIMEOUT_S = 5
+_MAX_EVENTS = 128  # of one span; its caller is to stay below
+_EXPORT_TIMEOUT_S = 5.0
+_CLOSE_LIMIT_S = 5.0
 
 
 class RequestSpan:
@@ -69,8 +71,10 @@ class RequestTracer:
         return RequestSpan(span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what has ended; takes some seconds at most, if the collector does not answer."""
-        self._provider.shutdown()
+        """Send what has ended; a collector that does not answer is waited for some seconds, and no process longer."""
+        closing = threading.Thread(target=self._provider.shutdown, name="trace-end", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_LIMIT_S)
 
 
 def otlp_tracer(endpoint: str, *, service: str, sample_ratio: float) -> RequestTracer:
