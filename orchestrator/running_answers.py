@@ -98,9 +98,11 @@ class _Answer:
             await self._is_closed.wait()
 
     async def close(self) -> None:
-        async with self._turn:
-            await self._events.aclose()
-        self._is_closed.set()
+        try:
+            async with self._turn:
+                await self._events.aclose()
+        finally:
+            self._is_closed.set()
 
 
 def _take_back(task: asyncio.Task[object] | None) -> int:
