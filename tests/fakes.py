@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,8 +122,8 @@ class FakeModel:
     def ids_of(self, cache: FakeCache) -> list[int]:
         """What the cache holds, as the model sees it."""
         size = self.memory.block_size
-        slots = (cache.table.blocks[position // size] * size + position % size for position in range(cache.length))
-        return [self._slots[slot] for slot in slots]
+        held = (self._slots[block * size : (block + 1) * size] for block in cache.table.blocks)
+        return list(chain.from_iterable(held))[: cache.length]
 
     def _extend(self, extension: Extension[FakeCache]) -> Tensor:
         cache, ids = extension.cache, list(extension.ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -421,36 +421,34 @@ class Path:
         return Path([*taken[:-1], taken[-1] + 1]) if taken else None
 
 
-def count_paths(run: Callable[[Path], None]) -> int:
+async def count_paths(run: Callable[[Path], Awaitable[None]]) -> int:
     """Runs along every path there is."""
     path: Path | None = Path()
     count = 0
     while path is not None:
-        run(path)
+        await run(path)
         path, count = path.following(), count + 1
     return count
 
 
 @pytest.mark.parametrize(("max_tokens", "draft_length"), [(8, 4), (2, 3), (1, 4), (7, 1)])
 @pytest.mark.parametrize("schedule", SPECULATING)
-def test_every_pattern_of_kept_lengths_gives_exactly_the_tokens_asked_for(
+async def test_every_pattern_of_kept_lengths_gives_exactly_the_tokens_asked_for(
     max_tokens: int, draft_length: int, schedule: Schedule
 ) -> None:
     """Under `rejection`, with the next draft there or not after each draft that is kept whole: usage is what was
     delivered, and nothing is drafted beyond the end (C26, C27)."""
 
-    def run(path: Path) -> None:
+    async def run(path: Path) -> None:
         target = RatioTarget(lambda length: path.choose(length + 1))
         drafts = fixed_drafts(has_next=lambda: path.choose(2) == 1)
-        given = asyncio.run(
-            answer(
-                spec(VerificationRule.REJECTION),
-                target=target,
-                drafts=drafts,
-                schedule=schedule,
-                draft_length=draft_length,
-                max_tokens=max_tokens,
-            )
+        given = await answer(
+            spec(VerificationRule.REJECTION),
+            target=target,
+            drafts=drafts,
+            schedule=schedule,
+            draft_length=draft_length,
+            max_tokens=max_tokens,
         )
         assert len(given.ids) == len(given.origins) == max_tokens
         assert given.finish_reasons[-1] is FinishReason.LENGTH
@@ -459,7 +457,7 @@ def test_every_pattern_of_kept_lengths_gives_exactly_the_tokens_asked_for(
         for prefix, draft in target.asked:
             assert len(prefix) + len(draft) + 1 <= len(PROMPT) + max_tokens
 
-    assert count_paths(run) >= {(8, 4): 100, (2, 3): 1, (1, 4): 1, (7, 1): 30}[max_tokens, draft_length]
+    assert await count_paths(run) >= {(8, 4): 100, (2, 3): 1, (1, 4): 1, (7, 1): 30}[max_tokens, draft_length]
 
 
 # ---- the bonus token in a pipeline (design 3.6) ---------------------------------------------------------------------
