@@ -1,23 +1,28 @@
-"""The dashboard and the alerts ask for metrics that exist."""
+"""The dashboard and the alerts ask for metrics that exist, in PromQL; the page on metrics describes those and no others."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import ray.dashboard.modules.metrics.dashboards as ray_dashboards
 import ray.serve._private as serve_private
 from prometheus_client import CollectorRegistry
 
+from orchestrator.request_metrics import RequestMetrics
+from paceline.errors import PacelineError
 from paceline.telemetry import PoolMetrics, ServiceMetrics, SpeculationMetrics
 from paceline.v1.session_pb2 import LoadReport
 from tests.deploy.files import DEPLOY, read_yaml
 
 FOLDER = DEPLOY / "observability"
+PAGE = (DEPLOY.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
 ALERTS: list[dict[str, Any]] = [
     rule for group in read_yaml(FOLDER / "alerts.yaml")["groups"] for rule in group["rules"]
@@ -40,13 +45,18 @@ def names(prefix: str) -> set[str]:
     return {name for expression in expressions() for name in re.findall(rf"\b{prefix}_\w+", expression)}
 
 
-def exported() -> set[str]:
-    """Every series that the three services export."""
+def registries() -> list[CollectorRegistry]:
+    """All metrics of a model service, and all of an orchestrator."""
     model_service, orchestrator = CollectorRegistry(), CollectorRegistry()
     ServiceMetrics(model_service).follow(LoadReport)
-    SpeculationMetrics(orchestrator)
-    PoolMetrics(orchestrator)
-    metrics = [*model_service.collect(), *orchestrator.collect()]
+    for metrics in (SpeculationMetrics, PoolMetrics, RequestMetrics):
+        metrics(orchestrator)
+    return [model_service, orchestrator]
+
+
+def exported() -> set[str]:
+    """Every series that the three services export."""
+    metrics = [metric for registry in registries() for metric in registry.collect()]
     return {f"{metric.name}{suffix}" for metric in metrics for suffix in SUFFIXES[metric.type]}
 
 
@@ -145,5 +155,73 @@ def test_alert_is_complete_and_in_the_runbook(rule: dict[str, Any]) -> None:
     assert rule.keys() == {"alert", "expr", "for", "labels", "annotations"}
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert rule["annotations"]["summary"]
-    assert rule["expr"].count("(") == rule["expr"].count(")")
     assert f"`{rule['alert']}`" in (DEPLOY / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("expression", sorted(set(expressions())))
+def test_expression_is_promql(expression: str) -> None:
+    """As Prometheus' own grammar has it; Grafana puts a duration for its variable."""
+    promql_parser.parse(expression.replace("$__rate_interval", "1m"))
+
+
+def test_reasons_asked_for_exist() -> None:
+    """Those that alerts pick out of the errors."""
+    known, wanted = set[str](), set[str]()
+    types: list[type[PacelineError]] = [PacelineError]
+    while types:
+        kind = types.pop()
+        known.add(kind.reason)
+        types += kind.__subclasses__()
+    for rule in ALERTS:
+        for pattern in re.findall(r'errors_total\{reason=~?"([^"]+)"\}', rule["expr"]):
+            wanted |= set(pattern.split("|"))
+    assert len(wanted) > 3
+    assert wanted <= known
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A metric, as the page describes it or as a registry has it."""
+
+    name: str  # without a suffix
+    kind: str
+    labels: tuple[str, ...]
+
+
+def documented() -> list[Entry]:
+    rows = re.findall(r"^\| `(paceline_\w+)` \| (\w+) \| [^|]+ \|([^|]*)\| [A-Z][^|]+ \|$", PAGE, re.MULTILINE)
+    return [
+        Entry(name.removesuffix("_total"), kind, tuple(sorted(re.findall(r"`(\w+)`", labels))))
+        for name, kind, labels in rows
+    ]
+
+
+def registered() -> set[Entry]:
+    entries = set()
+    for registry in registries():
+        for collector in registry._collector_to_names:
+            for metric in collector.collect():
+                own = getattr(collector, "_labelnames", ())  # also where nothing was counted yet
+                seen = {label for sample in metric.samples for label in sample.labels} - {"le"}
+                entries.add(Entry(metric.name, metric.type, tuple(sorted({*own, *seen}))))
+    return entries
+
+
+def test_page_describes_every_metric_and_no_other() -> None:
+    """Each once, with its kind and its labels; each row of the tables is read."""
+    entries = documented()
+    assert len(entries) == PAGE.count("| `paceline_")
+    assert len(set(entries)) == len(entries)
+    assert set(entries) == registered()
+
+
+def test_labels_with_a_question_say_their_values() -> None:
+    """Whoever adds a label says how many series come of it."""
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if line.startswith("| `paceline_") and cells[4] and "acceptance" not in cells[1]:
+            assert "Values:" in cells[5], cells[1]
