@@ -1,6 +1,7 @@
 """Log lines: JSON on standard error, each with the service's name and the ids of the request and session it is about.
 
 Prompts and answers are never logged, nor what a caller wrote in a request that is refused; there is no switch for it.
+Tokens are cut out of whatever is logged.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 
 import structlog
 
+from paceline.redaction import redact_secrets
 from paceline.types import request_id_of
 
 
@@ -26,6 +28,7 @@ def configure_logging(level: str, *, service: str, takes_libraries: bool = False
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        redact_secrets,  # last, so that it sees tracebacks too
     ]
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
