@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from paceline.errors import InvalidRequest
@@ -37,6 +37,7 @@ from paceline.types import (
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that names none, as OpenAI and vLLM have it."""
 _MAX_TOKEN_ID = 2**32 - 1
+_LONGEST_NAME = 64  # characters of an unknown parameter's name that are repeated
 _LARGEST_BIAS = 1e6  # what the model allows is less; larger whole numbers may be no float
 
 # What we do not have, with the values besides null that ask for nothing.
@@ -127,7 +128,7 @@ def _stop_strings(value: object) -> object:
         return (value,)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
-    raise ValueError("stop must be a string or a list of strings.")
+    raise ValueError("must be a string or a list of strings.")
 
 
 def _prompts(value: object) -> object:
@@ -139,11 +140,17 @@ def _prompts(value: object) -> object:
             return (tuple(value),)
         if all(isinstance(item, str) or (isinstance(item, list) and item and _are_token_ids(item)) for item in value):
             return tuple(item if isinstance(item, str) else tuple(item) for item in value)
-    raise ValueError("prompt must be a string, a list of token ids, or a list of such prompts, and not empty.")
+    raise ValueError("must be a string, a list of token ids, or a list of such prompts, and not empty.")
 
 
 def _are_token_ids(items: Iterable[object]) -> bool:
     return all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in items)
+
+
+def _token_ids(value: object) -> object:
+    if isinstance(value, list) and _are_token_ids(value):
+        return tuple(value)
+    raise ValueError("must be a list of token ids, which are whole numbers from 0 on.")
 
 
 def _content(value: object) -> object:
@@ -152,9 +159,7 @@ def _content(value: object) -> object:
         return value
     if isinstance(value, list) and value and all(map(_is_text_part, value)):
         return "\n".join(part["text"] for part in value)
-    raise ValueError(
-        "content must be a string or a list of parts like {'type': 'text', 'text': '...'}; there is only text."
-    )
+    raise ValueError("must be a string or a list of parts like {'type': 'text', 'text': '...'}; there is only text.")
 
 
 def _is_text_part(part: object) -> bool:
@@ -172,7 +177,7 @@ def _biases(value: object) -> object:
         return ()
     if isinstance(value, dict) and all(map(_is_token_id, value)) and all(map(_is_number, value.values())):
         return tuple((int(token_id), float(bias)) for token_id, bias in value.items())
-    raise ValueError("logit_bias must be an object whose keys are token ids in digits and whose values are numbers.")
+    raise ValueError("must be an object whose keys are token ids in digits and whose values are numbers.")
 
 
 def _is_token_id(key: object) -> bool:
@@ -190,13 +195,24 @@ def _no_negative_top_k(value: object) -> object:
 # ---------------------------------------------------------------------------------------------------------------------
 # Bodies
 
-_TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)], ...], Field(strict=False)]
+_TokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids)]
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _MaxTokens = Annotated[int, Field(ge=1, le=_MAX_TOKEN_ID)]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def _no_other_names(kind: type[_Section], place: str) -> BeforeValidator:
+    """Refuses an unknown parameter of a section before pydantic makes a list of all that there are."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict):
+            _require_known(value, kind.model_fields, place=place)
+        return value
+
+    return BeforeValidator(check)
 
 
 class _StreamOptions(_Section):
@@ -233,7 +249,7 @@ class _Body(_Section):
     model: str = Field(min_length=1)
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: Annotated[_StreamOptions, _no_other_names(_StreamOptions, "stream_options.")] | None = None
     user: Annotated[str, Field(max_length=MAX_TENANT_LENGTH)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     temperature: float | None = None
@@ -252,7 +268,7 @@ class _Body(_Section):
     stop_token_ids: _TokenIds | None = None
     allowed_token_ids: _TokenIds | None = None
     banned_token_ids: _TokenIds | None = None
-    speculation: _Speculation | None = None
+    speculation: Annotated[_Speculation, _no_other_names(_Speculation, "speculation.")] | None = None
 
     def _request(self, *, max_tokens: int, logprobs: int | None, **prompt: Any) -> GenerationRequest:
         """One prompt's request. Raises `InvalidRequest`, with our own name of the parameter."""
@@ -347,15 +363,19 @@ class _Message(_Section):
 def _messages(value: object) -> object:
     """Without what asks for nothing: an answer may be sent back as it came."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        return tuple(
-            _without_unsupported(message, _UNSUPPORTED_IN_MESSAGES, place=f"messages[{index}].")
-            for index, message in enumerate(value)
-        )
-    raise ValueError("messages must be a list of objects with a role and a content, and not empty.")
+        return tuple(_message(index, message) for index, message in enumerate(value))
+    raise ValueError("must be a list of objects with a role and a content, and not empty.")
+
+
+def _message(index: int, content: dict[str, object]) -> dict[str, object]:
+    place = f"messages[{index}]."
+    content = _without_unsupported(content, _UNSUPPORTED_IN_MESSAGES, place=place)
+    _require_known(content, _Message.model_fields, place=place)
+    return content
 
 
 class _ChatBody(_Body):
-    messages: Annotated[tuple[_Message, ...], BeforeValidator(_messages)]
+    messages: Annotated[tuple[_Message, ...], FailFast(), BeforeValidator(_messages)]
     max_completion_tokens: _MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -392,10 +412,12 @@ def _parsed(kind: type[BodyT], body: bytes, unsupported: Mapping[str, Sequence[o
         raise InvalidRequest(f"The body must be valid JSON: {error}.", parameter="body") from error
     if not isinstance(content, dict):
         raise InvalidRequest("The body must be a JSON object.", parameter="body")
+    content = _without_unsupported(content, unsupported)
+    _require_known(content, kind.model_fields, others=unsupported)
     try:
-        return kind.model_validate(_without_unsupported(content, unsupported))
+        return kind.model_validate(content)
     except ValidationError as error:
-        raise _refusal(error, kind, unsupported) from error
+        raise _refusal(error) from error
 
 
 def _without_unsupported(
@@ -409,20 +431,32 @@ def _without_unsupported(
     return {name: value for name, value in content.items() if name not in unsupported}
 
 
-def _refusal(error: ValidationError, kind: type[BaseModel], unsupported: Iterable[str]) -> InvalidRequest:
+def _require_known(
+    content: Mapping[str, object], names: Iterable[str], *, place: str = "", others: Iterable[str] = ()
+) -> None:
+    """Raises `InvalidRequest` for a parameter of another name, with the nearest of `names` and `others`."""
+    known = set(names)
+    unknown = next((name for name in content if name not in known), None)
+    if unknown is None:
+        return
+    unknown = unknown[:_LONGEST_NAME]
+    nearest = difflib.get_close_matches(unknown, [*known, *others], n=1)
+    hint = f"did you mean {place}{nearest[0]}?" if nearest else "leave it out."
+    raise InvalidRequest(
+        f"{place}{unknown} is not a parameter of this endpoint; {hint}", parameter=f"{place}{unknown}" or "body"
+    )
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
     """The first fault in a sentence."""
     fault = error.errors(include_url=False, include_input=False)[0]
     parameter = _place(fault["loc"])
     match fault["type"]:
-        case "extra_forbidden":
-            names = [*kind.model_fields, *unsupported]
-            nearest = difflib.get_close_matches(parameter, names, n=1) if len(fault["loc"]) == 1 else []
-            hint = f"did you mean {nearest[0]}?" if nearest else "leave it out."
-            sentence = f"{parameter} is not a parameter of this endpoint; {hint}"
         case "missing":
             sentence = f"{parameter} is required."
         case "value_error":
-            sentence = fault["msg"].removeprefix("Value error, ")
+            complaint = fault["msg"].removeprefix("Value error, ")
+            sentence = f"{parameter} {complaint}"
         case _:
             # "Input should be a valid integer", "String should have at most 256 characters", and others of that form.
             sentence = f"{parameter} must{fault['msg'].partition('should')[2]}."
@@ -430,8 +464,8 @@ def _refusal(error: ValidationError, kind: type[BaseModel], unsupported: Iterabl
 
 
 def _place(location: Sequence[int | str]) -> str:
-    """`messages[0].role`; of a plain value in a list, the name of the list."""
+    """`messages[0].role`"""
     place = ""
-    for part in location[:-1] if isinstance(location[-1], int) else location:
+    for part in location:
         place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
     return place

@@ -367,3 +367,37 @@ def test_saved_tokenizer_loads_from_its_folder(tmp_path: Path) -> None:
     assert tokenizer.encode("hi") == [2, 1]
     assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (3, 4)
     assert tokenizer.fingerprint == tokenizer_fingerprint(_with_start_token())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens by themselves
+
+
+@pytest.mark.parametrize("build", [byte_level_tokenizer, sentencepiece_tokenizer])
+def test_bytes_of_single_tokens_join_to_the_text(build: Callable[[], PreTrainedTokenizerBase]) -> None:
+    """Whatever characters the tokens cut through; SentencePiece alone drops the space at the very beginning."""
+    tokenizer = Tokenizer(build())
+    ids = tokenizer.encode(TRICKY_TEXT)
+    joined = b"".join(tokenizer.spell(token_id).utf8 for token_id in ids).decode()
+    assert joined.removeprefix(" ") == tokenizer.decode(ids).removeprefix(" ")
+
+
+@pytest.mark.parametrize("build", [byte_level_tokenizer, sentencepiece_tokenizer, metaspace_tokenizer])
+def test_every_token_has_a_spelling_of_its_own_that_is_text(build: Callable[[], PreTrainedTokenizerBase]) -> None:
+    """Bytes that are no characters are written out, special tokens have their name and add nothing, unknown ids a number."""
+    tokenizer = Tokenizer(build())
+    for token_id in range(tokenizer.vocab_size):
+        spelled = tokenizer.spell(token_id)
+        assert spelled.text.encode() == spelled.utf8 or spelled.text.startswith(("bytes:\\x", "<"))
+    for name in SPECIAL_TOKENS:
+        (token_id,) = tokenizer.encode(name)[-1:]
+        assert (tokenizer.spell(token_id).text, tokenizer.spell(token_id).utf8) == (name, b"")
+    assert tokenizer.spell(10**6).text == "<1000000>"
+
+
+def test_half_a_character_is_written_in_bytes() -> None:
+    """Unlike replacement marks, the spellings of different tokens differ."""
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    spelled = {tokenizer.spell(token_id).text for token_id in range(tokenizer.vocab_size)}
+    assert len(spelled) == tokenizer.vocab_size
+    assert "bytes:\\xf0\\x9f" in spelled
