@@ -19,7 +19,7 @@ class DrafterReplica(ReplicaDeployment):
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        checked = DrafterSettings(**settings, host=host)
+        checked = DrafterSettings(**{"host": host, **settings})
         configure_logging(checked.log_level, service="drafter")
         service = await asyncio.to_thread(prepare, checked)
         zone = str(ray.get_runtime_context().get_node_labels().get(ZONE_LABEL, ""))

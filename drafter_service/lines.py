@@ -119,10 +119,10 @@ def _token_id(node: Node) -> int:
 
 # Tuples rather than dataclasses, which take twice as long to make: each line of each step takes some of these.
 class Bud(NamedTuple, Generic[StateT]):
-    """A guess behind which no line was opened yet: in the place of the line's token at `index`."""
+    """A guess behind which no line was opened yet: in the place of the line's token at `depth`."""
 
     line: Line[StateT]
-    index: int
+    depth: int
     place: int
     likelihood: float  # that the answer goes there
 
@@ -191,7 +191,7 @@ class LineTree(Generic[StateT]):
     def fork(self, bud: Bud[StateT], fork_state: Callable[[StateT, DraftView, int], StateT]) -> Line[StateT]:
         """Open a line behind a guess."""
         self._buds.remove(bud)
-        parent, index = bud.line, bud.index
+        parent, index = bud.line, bud.depth
         node = parent.nodes[index]
         node.opened.add(bud.place)
         digest = parent.nodes[index - 1].digest if index else self.prefix.digest()

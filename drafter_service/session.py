@@ -171,7 +171,7 @@ class DraftSession(Generic[StateT]):
         likely branch."""
         # Behind the guess there must be room for a token.
         most_before = self._most_drafted - 1
-        buds = (bud for bud in self.tree.buds if bud.index < most_before)
+        buds = (bud for bud in self.tree.buds if bud.depth < most_before)
         free = self.branches - len(self.tree.branches)
         if free > 0:
             return islice(buds, free)

@@ -46,7 +46,7 @@ def bud_of(tree: LineTree[State], token_id: int) -> Bud[State]:
 
 
 def token_of(bud: Bud[State]) -> int:
-    return bud.line.nodes[bud.index].drafted.guess_ids[bud.place - 1]
+    return bud.line.nodes[bud.depth].drafted.guess_ids[bud.place - 1]
 
 
 def branch_of(tree: LineTree[State], token_id: int) -> Line[State]:
@@ -280,7 +280,7 @@ def test_after_any_history_the_lines_are_those_of_a_plain_list(seed: int) -> Non
             grow(tree, line, token_id, [next(fresh) for _ in range(randomness.randint(0, 3))])
         elif action == "fork" and tree.buds and len(tree.lines) < 8:
             bud = randomness.choice(tree.buds)
-            expected.append([*bud.line.drafted_ids[: bud.index], token_of(bud)])
+            expected.append([*bud.line.drafted_ids[: bud.depth], token_of(bud)])
             kept_alive.append(tree.fork(bud, forked).state)
             open_states.append(id(kept_alive[-1]))
         elif action == "close" and tree.branches:
@@ -324,5 +324,5 @@ def assert_invariants(tree: LineTree[State], committed: Sequence[int]) -> None:
             assert any(mine != theirs for mine, theirs in zip(line.drafted_ids, other.drafted_ids, strict=False))
     owned = [id(node) for line in tree.lines for node in line.nodes[line.start :]]
     assert len(owned) == len(set(owned)) == len({id(node) for line in tree.lines for node in line.nodes})
-    assert all(bud.line in tree.lines and bud.line.start <= bud.index < len(bud.line.nodes) for bud in tree.buds)
+    assert all(bud.line in tree.lines and bud.line.start <= bud.depth < len(bud.line.nodes) for bud in tree.buds)
     assert all(earlier.likelihood >= later.likelihood for earlier, later in pairwise(tree.buds))

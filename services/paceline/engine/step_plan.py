@@ -68,7 +68,9 @@ class Wish(NamedTuple, Generic[CacheT]):
         return self.length - self.feeder.cache.length
 
 
-class Part(NamedTuple, Generic[CacheT]):
+# Not frozen, which takes twice as long to make: each line of each step of a drafter takes one.
+@dataclass(slots=True)
+class Part(Generic[CacheT]):
     """What of a wish goes into the step: its next `count` tokens, with its rows if those are the last ones."""
 
     wish: Wish[CacheT]
@@ -76,7 +78,7 @@ class Part(NamedTuple, Generic[CacheT]):
 
     def extension(self) -> Extension[CacheT]:
         """The part as the model takes it; to be asked for once, before the step."""
-        wish, count = self
+        wish, count = self.wish, self.count
         cache, committed = wish.feeder.cache, wish.feeder.committed_ids
         start, behind = cache.length, cache.length - len(committed)
         if behind >= 0:
