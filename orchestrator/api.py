@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from orchestrator.door import Caller, Door
 from orchestrator.generator import Generator
+from orchestrator.slow_reader import taken
 from paceline.errors import InvalidRequest
 from paceline.generation import DeploymentStatus, require_request_id
 from paceline.generation_wire import (
@@ -57,13 +58,17 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
 
     async def Generate(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[generation_pb.GenerateResponse]:
+    ) -> None:
+        # Written, not yielded: only so is it known here how long the caller has not read.
         async with (
             mapped_errors(context, rpc="Generate"),
             aclosing(_answer(self._door, request, context, context.time_remaining())) as responses,
         ):
             async for response in responses:
-                yield response
+                try:
+                    await taken(context.write(response), within_s=self._generator.reader_timeout_s)
+                except grpc.aio.BaseError:
+                    return  # the caller has gone; gRPC cancels the call in a moment
 
     async def Cancel(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.CancelRequest, context: Context
@@ -167,13 +172,25 @@ async def ingress_generate(
         yield generation_pb.GenerateResponse()
 
 
+async def _nowhere(_caller: Caller, _request_id: str) -> bool:
+    return False
+
+
 async def ingress_cancel(
-    door: Door, request: generation_pb.CancelRequest, context: IngressContext
+    door: Door,
+    request: generation_pb.CancelRequest,
+    context: IngressContext,
+    *,
+    elsewhere: Callable[[Caller, str], Awaitable[bool]] = _nowhere,
 ) -> generation_pb.CancelResponse:
-    """`Cancel` behind an ingress."""
+    """`Cancel` behind an ingress; `elsewhere` asks the other orchestrators behind it, where the answer does not run here."""
     try:
         async with mapped_errors(_StatusSetter(context), rpc="Cancel"):
-            return await _cancel(door, request, _caller(door, context))
+            caller = _caller(door, context)
+            response = await _cancel(door, request, caller)
+            if not response.was_running:
+                response.was_running = await elsewhere(caller, request.request_id)
+            return response
     except _StatusIsSet:
         return generation_pb.CancelResponse()
     raise AssertionError("mapped_errors sets a status")
