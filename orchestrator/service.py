@@ -35,7 +35,7 @@ from paceline.model_service import ModelService, use_threads
 from paceline.process import Lifetime, Serve, run_service, until_idle
 from paceline.rpc import Server
 from paceline.settings import OrchestratorSettings
-from paceline.telemetry import PoolMetrics, SpeculationMetrics, serve_metrics
+from paceline.telemetry import PoolMetrics, SpeculationMetrics, serve_metrics, show_certificates
 from paceline.types import ModelInfo
 from paceline.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 
@@ -145,6 +145,7 @@ async def _watching(
     settings: OrchestratorSettings, registry: CollectorRegistry, target: TargetPool
 ) -> AsyncIterator[RequestWatch]:
     """What tells operators of requests and of this event loop while the block runs."""
+    show_certificates(registry, services=settings.tls_cert, public=settings.public_tls_cert)
     metrics = RequestMetrics(registry)
     lag = asyncio.ensure_future(measure_lag(metrics.loop_lag.observe))
     try:

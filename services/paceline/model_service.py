@@ -22,7 +22,7 @@ from paceline.process import Lifetime, until_idle
 from paceline.rpc import Server
 from paceline.sessions import SessionTable
 from paceline.settings import ModelServiceSettings
-from paceline.telemetry import ServiceMetrics, serve_metrics
+from paceline.telemetry import ServiceMetrics, serve_metrics, show_certificates
 from paceline.types import ModelInfo, SpeculationStats
 from paceline.v1.session_pb2 import LoadReport
 
@@ -116,6 +116,7 @@ class ModelService(Generic[CommandT, EventT]):
         )
         self.registry = metrics.registry
         metrics.follow(self.load)
+        show_certificates(self.registry, services=settings.tls_cert)
         self._servicer = make_servicer(self._thread.submit, self.load)
         self._on_broken: Callable[[], None] = lambda: None
         self._is_broken = False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from paceline.errors import StartupFailed
+from paceline.tls import expires_unix_s
 from paceline.types import SpeculationStats
 
 
@@ -22,6 +24,29 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> None:
                 f"Port {port} on {host} cannot be opened for metrics; choose another with --metrics-port "
                 f"({error.strerror})."
             ) from error
+
+
+def show_certificates(registry: CollectorRegistry, **certificates: Path | None) -> None:
+    """Report when each of the certificates ends that a service shows, by what it is for; None: it has none.
+
+    The files are read whenever somebody asks, for they may be replaced; one that cannot be read has ended.
+    """
+    expiry = Gauge(
+        "paceline_certificate_expiry_timestamp_seconds",
+        "When a certificate that this service shows ends, in seconds since 1970.",
+        ["certificate"],
+        registry=registry,
+    )
+    for name, path in certificates.items():
+        if path is not None:
+            expiry.labels(certificate=name).set_function(partial(_expiry, path))
+
+
+def _expiry(path: Path) -> float:
+    try:
+        return expires_unix_s(path)
+    except StartupFailed:
+        return 0.0
 
 
 class Load(Protocol):

@@ -70,6 +70,11 @@ class TlsMaterial:
         return "TlsMaterial(...)"
 
 
+def expires_unix_s(path: Path) -> float:
+    """When the certificate in that file ends, in seconds since 1970; raises `StartupFailed` if there is none."""
+    return _certificates(path, "certificate")[0].not_valid_after_utc.timestamp()
+
+
 def _material(*, cert: Path | None, key: Path | None, ca: Path | None) -> TlsMaterial:
     if (cert is None) != (key is None):
         raise StartupFailed("A certificate and its key go together; name both, or neither.")

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from orchestrator.request_metrics import RequestMetrics
 from paceline.errors import PacelineError
-from paceline.telemetry import PoolMetrics, ServiceMetrics, SpeculationMetrics
+from paceline.telemetry import PoolMetrics, ServiceMetrics, SpeculationMetrics, show_certificates
 from paceline.v1.session_pb2 import LoadReport
 from tests.deploy.files import DEPLOY, read_yaml
 
@@ -51,6 +51,8 @@ def registries() -> list[CollectorRegistry]:
     ServiceMetrics(model_service).follow(LoadReport)
     for metrics in (SpeculationMetrics, PoolMetrics, RequestMetrics):
         metrics(orchestrator)
+    show_certificates(model_service)
+    show_certificates(orchestrator)
     return [model_service, orchestrator]
 
 
