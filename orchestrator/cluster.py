@@ -23,7 +23,7 @@ from ray.serve._private.api import serve_start
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
-from orchestrator.config import ConfigInvalid, Pool, ServeFile
+from orchestrator.config import ConfigInvalid, Pool, ServeFile, on_loopback
 from paceline.errors import ModelMismatch, ModelUnavailable, StartupFailed
 
 SERVE_NAMESPACE = "serve"
@@ -74,6 +74,7 @@ def deployed(
         on_progress("Starting Ray")
         if address is None:
             _refuse_taken_ports(file)
+            file = on_loopback(file)  # all nodes are this machine, also simulated ones
         if is_simulated:
             stack.enter_context(_simulated_cluster(file))
         elif address is None:

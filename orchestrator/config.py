@@ -86,8 +86,8 @@ class Replicas(_Section):
 class Pool(_Section):
     """What the three pools have in common: hardware, counts, patience. `service` is checked as the service's settings."""
 
-    # Decided by the placement, never by the file.
-    owned_settings: ClassVar[frozenset[str]] = frozenset({"host", "port", "stop_with_parent", "metrics_port"})
+    # Decided by the placement, never by the file. `host` is not among them: left out, it is the address of the node.
+    owned_settings: ClassVar[frozenset[str]] = frozenset({"port", "stop_with_parent", "metrics_port"})
     settings_type: ClassVar[type[ServiceSettings]]
     placeholders: ClassVar[Mapping[str, Any]] = {}  # settings that are only known once the replica runs
 
@@ -163,7 +163,7 @@ class OrchestratorPool(Pool):
     """Orchestrators prefer the nodes of `prefers`, so that the way to a target is short; they run anywhere."""
 
     settings_type = OrchestratorSettings
-    owned_settings = Pool.owned_settings | {"target", "drafter"}
+    owned_settings = Pool.owned_settings | {"host", "target", "drafter"}
     placeholders = {"target": "found by Serve"}
     replicas: Annotated[Replicas, AfterValidator(_never_none)] = Replicas()
     prefers: dict[str, str] = Field(default_factory=lambda: dict(TARGET_LABELS))
@@ -282,6 +282,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigInvalid(f"{path} holds no configuration; deploy/serve has examples.")
     return content
+
+
+def on_loopback(file: ServeFile) -> ServeFile:
+    """The same with model replicas that this machine alone can reach, unless the file says where they listen."""
+    application = file.application
+    pools = {"target": application.target, "drafter": application.drafter}
+    args = application.model_copy(
+        update={
+            name: pool.model_copy(update={"service": {"host": "127.0.0.1", **pool.service}})
+            for name, pool in pools.items()
+            if pool is not None
+        }
+    )
+    return file.model_copy(update={"applications": [file.applications[0].model_copy(update={"args": args})]})
 
 
 def parse_serve_file(content: Mapping[str, Any], *, origin: str = "The configuration") -> ServeFile:

@@ -19,7 +19,7 @@ class TargetReplica(ReplicaDeployment):
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        checked = TargetSettings(**settings, host=host)
+        checked = TargetSettings(**{"host": host, **settings})
         configure_logging(checked.log_level, service="target")
         service = await asyncio.to_thread(prepare, checked)
         zone = str(ray.get_runtime_context().get_node_labels().get(ZONE_LABEL, ""))

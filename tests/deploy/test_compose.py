@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic_settings import CliApp
 
+from paceline.exposure import refuse_exposure
 from paceline.settings import DrafterSettings, OrchestratorSettings, ServiceSettings, TargetSettings
 from tests.deploy.files import DEPLOY, project_version, read_yaml
 
@@ -65,6 +66,7 @@ def test_values_are_valid(name: str, settings: ServiceSettings) -> None:
     """The service would start with them, reachable from the other containers."""
     assert settings.host == "0.0.0.0"
     assert settings.port > 0
+    refuse_exposure(settings)
 
 
 @each_service

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.deploy.builds import (
     BUILDS,
     container_of,
@@ -9,6 +13,7 @@ from tests.deploy.builds import (
     pod_specs,
     ray_cluster,
     ray_service,
+    serve_config,
 )
 from tests.deploy.files import Manifest
 from tests.deploy.kustomize import identity
@@ -106,4 +111,34 @@ def test_the_node_cache_swaps_the_models_and_nothing_else() -> None:
     for group in cluster.worker_group_specs:
         sources = {volume["name"]: volume.keys() - {"name"} for volume in group.template["spec"]["volumes"]}
         assert sources.pop("models") == {"hostPath"}
-        assert set().union(*sources.values()) == {"emptyDir"}
+        assert set().union(*sources.values()) == {"emptyDir", "projected"}
+
+
+@pytest.mark.parametrize("name", ["production", "production with node cache"])
+def test_workers_have_the_certificates_and_tokens_that_the_configuration_names(name: str) -> None:
+    """Each file of it is mounted, read-only, wherever a replica of its pool may run; nothing else of those secrets is."""
+    application = serve_config(BUILDS[name]).application
+    files = {
+        pool: {Path(value) for key, value in section.service.items() if key.startswith("tls_") or key == "tokens_file"}
+        for pool, section in application.pools.items()
+    }
+    assert [len(files[pool]) for pool in ("Target", "Drafter", "Orchestrator")] == [3, 3, 4]
+    for group in ray_cluster(BUILDS[name]).worker_group_specs:
+        (mount,) = [each for each in container_of(group.template)["volumeMounts"] if each["name"] == "identity"]
+        assert mount["readOnly"] is True
+        (volume,) = [each for each in group.template["spec"]["volumes"] if each["name"] == "identity"]
+        items = [item for source in volume["projected"]["sources"] for item in source["secret"]["items"]]
+        mounted = {Path(mount["mountPath"]) / item["path"] for item in items}
+        assert mounted == files[group.group_name.capitalize()] | files["Orchestrator"]
+
+
+@each_build
+def test_no_pool_is_open_to_everybody_by_omission(build: list[Manifest]) -> None:
+    """Certificates between the services and tokens before them, or the word of whoever wrote the configuration."""
+    for pool in serve_config(build).application.pools.values():
+        settings = pool.settings()
+        assert settings.is_protected or settings.trust_network
+    in_production = build is not BUILDS["development"]
+    assert not in_production or not any(
+        pool.settings().trust_network for pool in serve_config(build).application.pools.values()
+    )

@@ -12,6 +12,7 @@ from orchestrator.config import (
     TARGET_LABELS,
     ConfigInvalid,
     load_serve_file,
+    on_loopback,
     parse_application,
     parse_serve_file,
 )
@@ -136,3 +137,14 @@ def test_a_file_that_is_no_configuration_says_so(tmp_path: Path, text: str, word
 def test_a_missing_file_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="cannot be read"):
         load_serve_file(tmp_path / "nowhere.yaml")
+
+
+def test_replicas_of_one_machine_listen_on_loopback() -> None:
+    """Those of models, which others need not reach; a file that says where they listen is followed."""
+    content = serve_file(args={"target": {"service": {"model": "m"}}, "drafter": {"service": {"host": "10.0.0.1"}}})
+    application = on_loopback(parse_serve_file(content)).application
+    assert application.target.settings().host == "127.0.0.1"
+    assert application.target.settings().model == "m"
+    assert application.drafter is not None
+    assert application.drafter.settings().host == "10.0.0.1"
+    assert on_loopback(parse_serve_file(serve_file())).application.drafter is None

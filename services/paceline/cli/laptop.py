@@ -11,6 +11,7 @@ from typing import Any
 Service = Mapping[str, Any]
 """Settings of one service."""
 
+_LOOPBACK = "127.0.0.1"
 _NOTHING: Service = {}
 _ONE_REPLICA = {"min": 1, "max": 1}
 
@@ -26,21 +27,21 @@ def laptop_configuration(
     """What such a file would hold; `target`, `drafter` and `orchestrator` are settings that go before the usual ones."""
     return {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": http_port},
+        "http_options": {"host": _LOOPBACK, "port": http_port},
         "grpc_options": {"port": grpc_port},
         "applications": [
             {
                 "import_path": "orchestrator.app:build",
                 "args": {
                     "target": {
-                        "service": {"model": "smollm2", "device": "cpu", "max_sessions": 16, **target},
+                        "service": {"host": _LOOPBACK, "model": "smollm2", "device": "cpu", "max_sessions": 16, **target},
                         "num_cpus": 1,
                         "labels": {},
                         "replicas": _ONE_REPLICA,
                         "drain_s": 20,
                     },
                     "drafter": {
-                        "service": {"method": "ngram", "max_sessions": 64, **drafter},
+                        "service": {"host": _LOOPBACK, "method": "ngram", "max_sessions": 64, **drafter},
                         "num_cpus": 0.1,
                         "labels": {},
                         "replicas": _ONE_REPLICA,
