@@ -396,7 +396,7 @@ def _flatten(options: Options) -> Iterator[str]:
     for option, value in options.items():
         if value is True:
             yield option
-        elif value not in (None, False):
+        elif value is not None and value is not False:  # 0 is a value
             yield from (option, str(value))
 
 

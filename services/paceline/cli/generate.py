@@ -14,6 +14,7 @@ import typer
 from paceline.cli import options
 from paceline.cli.answers import answer_as_json, error_as_json, stream_choices
 from paceline.cli.batch import Outcome, complete_all, read_requests
+from paceline.cli.connecting import Connecting
 from paceline.cli.request_fields import RequestFields
 from paceline.cli.serving import running_stack
 from paceline.cli.show import answer_table, choices_table, legend, logprobs_table
@@ -33,6 +34,14 @@ def generate(
         str | None,
         typer.Option("--endpoint", metavar="HOST:PORT", help="A running server; without it all services are started."),
     ] = None,
+    token: options.Token = None,
+    tls: options.Tls = False,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_name: options.TlsName = None,
+    trust_network: options.TrustNetwork = False,
+    model: options.ModelName = None,
     target: options.Target = None,
     drafter: options.Drafter = None,
     dtype: options.Dtype = None,
@@ -67,6 +76,11 @@ def generate(
         prompt=prompt, prompts=prompts, endpoint=endpoint, own_server=(target, drafter, dtype),
         as_json=as_json, show_drafts=show_drafts,
     )  # fmt: skip
+    connecting = Connecting.of(
+        token=token, tls=tls, ca=tls_ca, cert=tls_cert, key=tls_key, name=tls_name, trust_network=trust_network
+    )
+    if endpoint is None and connecting.tls is not None:
+        raise typer.BadParameter("certificates are for a running server; name it by --endpoint.")
     fields = RequestFields.of(
         temperature=temperature,
         top_p=top_p,
@@ -88,6 +102,7 @@ def generate(
         draft_length=draft_length,
         fan_out=fan_out,
         tenant=tenant,
+        model=model,
     )
     stack_settings = LocalStackSettings(
         target=target,
@@ -102,11 +117,18 @@ def generate(
     if prompts is not None:
         requests = read_requests(prompts, fields)
         with _server(endpoint, stack_settings, terminal) as address:
-            _answer_all(address, requests, terminal, concurrency=concurrency, timeout_s=timeout_s)
+            _answer_all(connecting.client(address), requests, terminal, concurrency=concurrency, timeout_s=timeout_s)
     else:
         request = fields.overridden_by(RequestFields.of(prompt=_read_prompt(prompt))).to_request()
         with _server(endpoint, stack_settings, terminal) as address:
-            _answer(address, request, terminal, as_json=as_json, show_drafts=show_drafts, timeout_s=timeout_s)
+            _answer(
+                connecting.client(address),
+                request,
+                terminal,
+                as_json=as_json,
+                show_drafts=show_drafts,
+                timeout_s=timeout_s,
+            )
 
 
 def _refuse_contradictions(
@@ -147,7 +169,7 @@ def _server(endpoint: str | None, settings: LocalStackSettings, terminal: Termin
 
 
 def _answer(
-    endpoint: str,
+    server: GenerationClient,
     request: GenerationRequest,
     terminal: Terminal,
     *,
@@ -156,7 +178,7 @@ def _answer(
     timeout_s: float,
 ) -> None:
     async def run() -> None:
-        async with GenerationClient(endpoint) as client:
+        async with server as client:
             if as_json:
                 terminal.write_line(answer_as_json(await client.complete_choices(request, timeout_s=timeout_s)))
                 return
@@ -172,7 +194,12 @@ def _answer(
 
 
 def _answer_all(
-    endpoint: str, requests: Sequence[GenerationRequest], terminal: Terminal, *, concurrency: int, timeout_s: float
+    server: GenerationClient,
+    requests: Sequence[GenerationRequest],
+    terminal: Terminal,
+    *,
+    concurrency: int,
+    timeout_s: float,
 ) -> None:
     """One line an outcome; raises `typer.Exit` at the end if any request failed."""
 
@@ -181,7 +208,7 @@ def _answer_all(
         terminal.write_line(line)
 
     async def run() -> int:
-        async with GenerationClient(endpoint) as client:
+        async with server as client:
             return await complete_all(client, requests, concurrency=concurrency, timeout_s=timeout_s, report=report)
 
     failures = asyncio.run(run())

@@ -11,6 +11,7 @@ import typer
 from paceline.cli.request_fields import RuleChoice
 from paceline.client import Schedule
 
+SERVER = "Server"
 MODELS = "Models"
 SPECULATION = "Speculation"
 SAMPLING = "Sampling"
@@ -25,6 +26,51 @@ class DtypeChoice(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
+
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        metavar="TOKEN",
+        envvar="PACELINE_TOKEN",
+        help="Who asks, where the server wants to know. Other users of this machine can see what stands here.",
+        rich_help_panel=SERVER,
+    ),
+]
+Tls = Annotated[
+    bool,
+    typer.Option(
+        "--tls", help="Reach the server over TLS; the options about certificates say so too.", rich_help_panel=SERVER
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca", metavar="FILE", help="Authorities whose servers are believed (PEM).", rich_help_panel=SERVER
+    ),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option("--tls-cert", metavar="FILE", help="Our own certificate (PEM).", rich_help_panel=SERVER),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key (PEM).", rich_help_panel=SERVER)
+]
+TlsName = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-name",
+        metavar="NAME",
+        help="The name in the server's certificate, if not the host of its address.",
+        rich_help_panel=SERVER,
+    ),
+]
+TrustNetwork = Annotated[
+    bool,
+    typer.Option(
+        "--trust-network", help="Show the token without TLS, for nobody listens on the way.", rich_help_panel=SERVER
+    ),
+]
 
 Target = Annotated[
     str | None,
@@ -119,6 +165,15 @@ IgnoreEos = Annotated[
     bool | None, typer.Option("--ignore-eos", help="Go on past the model's end tokens.", rich_help_panel=ENDING)
 ]
 
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="The model that must answer, by the name that the server gives it.",
+        rich_help_panel=SERVER,
+    ),
+]
 Raw = Annotated[bool | None, typer.Option("--raw", help="Continue the prompt as it stands, without the chat template.")]
 Choices = Annotated[
     int | None,

@@ -76,6 +76,8 @@ class RequestFields(BaseModel):
     n: int | None = None
     logprobs: int | None = None
     tenant: str | None = None
+    model: str | None = None
+    request_id: str | None = None
 
     @classmethod
     def of(cls, **values: object) -> Self:
@@ -128,7 +130,7 @@ class RequestFields(BaseModel):
             ),
             seed=self.seed,
             logprobs=self.logprobs,
-            **self._given("n", "tenant"),
+            **self._given("n", "tenant", "model", "request_id"),
         )
 
     def _messages(self) -> tuple[ChatMessage, ...] | None:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from paceline.cli import options
 from paceline.cli.answers import error_as_json
+from paceline.cli.connecting import Connecting
 from paceline.cli.pools import in_one_line, status_view
 from paceline.cli.terminal import Terminal, with_plain_errors
 from paceline.client import DeploymentStatus, GenerationClient
@@ -38,6 +39,13 @@ def status(
     endpoint: Annotated[
         str, typer.Option("--endpoint", metavar="HOST:PORT", help="The running server.")
     ] = DEFAULT_ENDPOINT,
+    token: options.Token = None,
+    tls: options.Tls = False,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_name: options.TlsName = None,
+    trust_network: options.TrustNetwork = False,
     watch: Annotated[
         bool,
         typer.Option("--watch", help="Go on until Ctrl-C, also while nothing answers; in a pipe a line each time."),
@@ -52,14 +60,18 @@ def status(
 ) -> None:
     """Show pools, replicas, sessions, KV memory and acceptance of a running server."""
     terminal = Terminal.open()
+    connecting = Connecting.of(
+        token=token, tls=tls, ca=tls_ca, cert=tls_cert, key=tls_key, name=tls_name, trust_network=trust_network
+    )
+    server = connecting.client(endpoint)
     if watch:
-        asyncio.run(_watch(endpoint, terminal, as_json=as_json, interval_s=interval_s))
+        asyncio.run(_watch(server, terminal, as_json=as_json, interval_s=interval_s))
     else:
-        asyncio.run(_look_once(endpoint, terminal, as_json=as_json))
+        asyncio.run(_look_once(server, terminal, as_json=as_json))
 
 
-async def _look_once(endpoint: str, terminal: Terminal, *, as_json: bool) -> None:
-    async with GenerationClient(endpoint) as client:
+async def _look_once(server: GenerationClient, terminal: Terminal, *, as_json: bool) -> None:
+    async with server as client:
         seen = await client.pool_status(timeout_s=_TIMEOUT_S)
     if as_json:
         terminal.write_line(look_as_json(seen))
@@ -67,9 +79,9 @@ async def _look_once(endpoint: str, terminal: Terminal, *, as_json: bool) -> Non
         terminal.out.print(status_view(seen, width=terminal.out.width))
 
 
-async def _watch(endpoint: str, terminal: Terminal, *, as_json: bool, interval_s: float) -> None:
-    with _viewer(endpoint, terminal, as_json=as_json) as show:
-        async with GenerationClient(endpoint) as client:
+async def _watch(server: GenerationClient, terminal: Terminal, *, as_json: bool, interval_s: float) -> None:
+    with _viewer(server.endpoint, terminal, as_json=as_json) as show:
+        async with server as client:
             while True:
                 next_s = time.monotonic() + interval_s
                 show(await _look(client))

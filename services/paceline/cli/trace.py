@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options
+from paceline.cli.connecting import Connecting
 from paceline.cli.status import DEFAULT_ENDPOINT
 from paceline.cli.terminal import Terminal, with_plain_errors
 from paceline.cli.trace_view import trace_view
@@ -38,6 +39,13 @@ def trace(
         str, typer.Argument(metavar="[HOST:PORT]", help="The running server.", show_default=True)
     ] = DEFAULT_ENDPOINT,
     *,
+    token: options.Token = None,
+    tls: options.Tls = False,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_name: options.TlsName = None,
+    trust_network: options.TrustNetwork = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", metavar="FILE", help="Write the rounds there.", rich_help_panel=options.OUTPUT),
@@ -58,7 +66,10 @@ def trace(
 ) -> None:
     """Show where the time of the last rounds went, and write them as a timeline."""
     terminal = Terminal.open()
-    traced = asyncio.run(_fetch(endpoint, request_id=request_id, limit=limit))
+    connecting = Connecting.of(
+        token=token, tls=tls, ca=tls_ca, cert=tls_cert, key=tls_key, name=tls_name, trust_network=trust_network
+    )
+    traced = asyncio.run(_fetch(connecting.client(endpoint), request_id=request_id, limit=limit))
     if request_id and not traced.records:
         raise InvalidRequest(
             f"The orchestrator that answers at {endpoint} remembers no round of request {request_id}.",
@@ -70,8 +81,8 @@ def trace(
         terminal.say(f"Wrote {output}.{_ADVICE[trace_format]}", "dim")
 
 
-async def _fetch(endpoint: str, *, request_id: str, limit: int) -> TracedRounds:
-    async with GenerationClient(endpoint) as client:
+async def _fetch(server: GenerationClient, *, request_id: str, limit: int) -> TracedRounds:
+    async with server as client:
         return await client.round_trace(request_id=request_id, limit=limit, timeout_s=_TIMEOUT_S)
 
 
