@@ -244,13 +244,15 @@ class _Endpoint:
         exchange = Exchange(scope, receive, send, names_itself=self._names_requests)
         try:
             await self._respond(exchange)
-        except (CallerLeft, ReaderStalled):
-            pass  # nobody hears it: the server closes the connection, and what came over it is not whole
+        except CallerLeft:
+            pass
         except RequestRefused as refusal:
             await exchange.fail(refusal.problem)
         except InvalidRequest as error:
             await exchange.fail(replace(problem_of(error), param=name_here(error.parameter)))
         except PacelineError as error:
+            if isinstance(error, ReaderStalled) and exchange.is_streaming:
+                return  # nobody reads it: the server closes the connection, and what came over it is not whole
             await exchange.fail(problem_of(error))
         except Exception:
             logger.exception("a request failed", path=scope["path"])
