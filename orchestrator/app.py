@@ -31,7 +31,7 @@ from orchestrator import api
 from orchestrator.access import LoopbackGate, ingress_gate_of
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
 from orchestrator.config import OrchestratorPool, Pool, parse_application
-from orchestrator.door import Door, Gate
+from orchestrator.door import Caller, Door, Gate
 from orchestrator.openai_api import OpenAIApi
 from orchestrator.ray_directory import RayDirectory
 from orchestrator.scaling import PoolPolicy
@@ -52,6 +52,7 @@ logger = structlog.get_logger(__name__)
 _PLACES_BEYOND_SESSIONS = 16  # for status and health calls while every session's place is taken
 _SHUTDOWN_POLL_S = 0.5
 _CONTROLLER_TIMEOUT_S = 2.0
+_CANCEL_TIMEOUT_S = 2.0
 # Under a control plane a lost target is started again: it is worth waiting for. Large models load for minutes.
 _ORCHESTRATOR_DEFAULTS = {
     "threads": 1,
@@ -88,6 +89,7 @@ class OrchestratorReplica:
         gate = _ingress_gate(settings)
         self._settings, self._registry = settings, CollectorRegistry()
         self._is_broken = False
+        self._orchestrators: DeploymentHandle[Any] | None = None
         self._resources = AsyncExitStack()
         self._generator = await self._resources.enter_async_context(
             open_generator(
@@ -111,7 +113,23 @@ class OrchestratorReplica:
     async def Cancel(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.CancelRequest, grpc_context: RayServegRPCContext
     ) -> generation_pb.CancelResponse:
-        return await api.ingress_cancel(self._door, request, grpc_context)
+        return await api.ingress_cancel(self._door, request, grpc_context, elsewhere=self._cancel_elsewhere)
+
+    async def cancel_here(self, caller: str, request_id: str) -> bool:
+        """What one orchestrator asks all of them."""
+        return await self._door.cancel(request_id, caller=Caller(caller))
+
+    async def _cancel_elsewhere(self, caller: Caller, request_id: str) -> bool:
+        # Of that kind there are few, and none is part of an answer's way: what Serve's broadcasts are for.
+        try:
+            if self._orchestrators is None:
+                self._orchestrators = await asyncio.to_thread(_orchestrators)
+            asked = self._orchestrators.broadcast("cancel_here", caller.name, request_id)
+            replies = await asked.results_async(timeout_s=_CANCEL_TIMEOUT_S, return_exceptions=True)
+        except (TimeoutError, RayError, RayServeException) as error:
+            logger.warning("the other orchestrators were not asked to cancel", error=type(error).__name__)
+            return False
+        return any(reply is True for reply in replies)
 
     async def ListModels(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.ListModelsRequest, grpc_context: RayServegRPCContext
@@ -181,6 +199,12 @@ def _ingress_gate(settings: OrchestratorSettings) -> Gate:
     if not settings.is_protected and settings.trust_network:
         logger.warning("everybody who can reach Serve's ports is let in, as trust_network says")
     return gate
+
+
+def _orchestrators() -> DeploymentHandle[Any]:
+    """All replicas of this one's deployment; blocks while Serve is asked."""
+    here = serve.get_replica_context()
+    return serve.get_deployment_handle(here.deployment, app_name=here.app_name)
 
 
 def _wanted_replicas() -> dict[str, int]:

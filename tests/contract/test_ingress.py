@@ -17,13 +17,15 @@ from orchestrator import api
 from orchestrator.api import (
     SERVICE_NAME,
     IngressContext,
+    ingress_cancel,
     ingress_check,
     ingress_generate,
     ingress_get_pool_status,
     ingress_get_server_info,
+    ingress_list_models,
     ingress_watch,
 )
-from orchestrator.door import Door, OpenGate
+from orchestrator.door import Caller, Door, OpenGate
 from orchestrator.generator import Generator
 from orchestrator.request_watch import OnRound
 from paceline.errors import QueueFull, TargetUnavailable
@@ -33,6 +35,7 @@ from paceline.generation import (
     Finished,
     GenerationRequest,
     OrchestratorStatus,
+    ServedModel,
     ServerInfo,
     SpeculationOptions,
     SpeculationUsage,
@@ -118,6 +121,19 @@ class FakeGenerator:
         self._fail()
         target = ModelInfo(model_id="m", vocab_size=8, max_context=16, tokenizer_sha256="", incarnation="1")
         return ServerInfo(target=target, drafter=None, speculation=SpeculationOptions())
+
+    def models(self) -> tuple[ServedModel, ...]:
+        info = self.info()
+        served = ServedModel(
+            name="m",
+            target=info.target,
+            drafter=None,
+            speculation=info.speculation,
+            default_max_tokens=5,
+            max_prompt_tokens=15,
+            max_choices=2,
+        )
+        return (served,)
 
     def status(self) -> DeploymentStatus:
         self._fail()
@@ -237,6 +253,50 @@ async def test_unary_methods_answer_or_set_a_status() -> None:
         context = FakeContext()
         assert await respond(door_of(failing), context) == empty
         assert (context.code, context.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "TARGET_UNAVAILABLE")
+
+
+async def test_models_are_listed_or_a_status_is_set() -> None:
+    """As every unary method answers."""
+    context = FakeContext()
+    (model,) = (await ingress_list_models(door_of(FakeGenerator()), context)).models
+    assert (model.name, model.target.max_context, model.default_max_tokens, context.code) == ("m", 16, 5, None)
+    failing = door_of(FakeGenerator(failure=TargetUnavailable("Gone.")))
+    assert await ingress_list_models(failing, context) == pb.ListModelsResponse()
+    assert (context.code, context.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "TARGET_UNAVAILABLE")
+
+
+async def test_cancelled_answer_ends_with_its_status() -> None:
+    """The stream's last, empty message carries it; the cancellation itself says that there was an answer."""
+    door, context = door_of(FakeGenerator()), FakeContext()
+    async with aclosing(ingress_generate(door, REQUEST, context)) as responses:
+        started = await anext(responses)
+        request = pb.CancelRequest(request_id=started.started.request_id)
+        cancelling = FakeContext()
+        assert (await ingress_cancel(door, request, cancelling)).was_running
+        assert cancelling.code is None
+        assert [response async for response in responses] == [pb.GenerateResponse()]
+    assert (context.code, context.error_info.reason) == (grpc.StatusCode.CANCELLED, "CANCELLED")
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_answer_of_another_orchestrator_is_asked_for_there(is_there: bool) -> None:
+    """In its caller's name, and only where it does not run here; what can be no id is asked for nowhere."""
+    asked: list[tuple[Caller, str]] = []
+
+    async def elsewhere(caller: Caller, request_id: str) -> bool:
+        asked.append((caller, request_id))
+        return is_there
+
+    door, context = door_of(FakeGenerator()), FakeContext()
+    response = await ingress_cancel(door, pb.CancelRequest(request_id="far"), context, elsewhere=elsewhere)
+    assert (response.was_running, asked) == (is_there, [(Caller(), "far")])
+    async with aclosing(ingress_generate(door, REQUEST, FakeContext())) as responses:
+        started = await anext(responses)
+        here = pb.CancelRequest(request_id=started.started.request_id)
+        assert (await ingress_cancel(door, here, context, elsewhere=elsewhere)).was_running
+    await ingress_cancel(door, pb.CancelRequest(), context, elsewhere=elsewhere)
+    assert context.error_info.metadata["parameter"] == "request_id"
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("service", ["", SERVICE_NAME])
