@@ -32,7 +32,7 @@ class Node:
         self.digest = digest  # of all tokens up to this one
         self.likelihoods = likelihoods  # of the drafted token and its guesses, if all tokens before are right
         self.likelihood = likelihoods[place]
-        self.opened: set[int] = set()  # places of the guesses that lines were opened behind
+        self.opened = 0  # the guesses that lines were opened behind, one bit a place
 
     @property
     def is_guess(self) -> bool:
@@ -193,7 +193,7 @@ class LineTree(Generic[StateT]):
         self._buds.remove(bud)
         parent, index = bud.line, bud.depth
         node = parent.nodes[index]
-        node.opened.add(bud.place)
+        node.opened |= 1 << bud.place
         digest = parent.nodes[index - 1].digest if index else self.prefix.digest()
         token_id = node.drafted.guess_ids[bud.place - 1]
         guess = Node(node.drafted, bud.place, extend_digest(digest, token_id), node.likelihoods)
@@ -277,7 +277,7 @@ class LineTree(Generic[StateT]):
             likelihood = before * node.likelihoods[place]
             if likelihood < LEAST_LIKELIHOOD:
                 break
-            if place not in node.opened:
+            if not node.opened >> place & 1:
                 self._buds.append(Bud(line, index, place, likelihood))
                 self._are_buds_ranked = False
 

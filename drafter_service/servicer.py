@@ -130,19 +130,21 @@ def proposal_of(drafted: Drafted) -> Proposal:
         draft_time_s=drafted.draft_time_s,
         draft_steps=drafted.draft_steps,
         branches=tuple(
-            Branch(run.base_length, run.prefix_digest, _packed(run.tokens, vocab_size=drafted.vocab_size))
-            for run in drafted.branches
+            [
+                Branch(run.base_length, run.prefix_digest, _packed(run.tokens, vocab_size=drafted.vocab_size))
+                for run in drafted.branches
+            ]
         ),
     )
 
 
 def _packed(tokens: Sequence[DraftedToken], *, vocab_size: int) -> Draft:
-    distributions = tuple(
+    distributions = [
         pack_distribution(token.distribution, vocab_size=vocab_size)
         for token in tokens
         if token.distribution is not None
-    )
-    return Draft(tuple(token.token_id for token in tokens), distributions)
+    ]
+    return Draft(tuple([token.token_id for token in tokens]), tuple(distributions))
 
 
 def _failed_event(address: Address, error: PacelineError) -> drafter_pb.DrafterEvent:

@@ -114,8 +114,9 @@ def test_the_coupled_token_of_long_rows_is_the_coupled_sample() -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.3}, {"top_k": 5}, {"repetition_penalty": 1.3, "top_p": 0.9}])
 @pytest.mark.parametrize("vocab_size", [3, 700, 20_000])
+@pytest.mark.parametrize("guesses", [0, 6])
 def test_rows_drawn_together_are_what_each_is_alone(
-    rule: VerificationRule, changes: dict[str, float], vocab_size: int
+    rule: VerificationRule, changes: dict[str, float], vocab_size: int, guesses: int
 ) -> None:
     """9 rows, the last two with ties and with tokens ruled out, each with a prefix and a position of its own: to the bit."""
     logits = [logits_of(vocab_size, seed=seed, scale=(0.1, 2.5, 8.0)[seed % 3]) for seed in range(7)]
@@ -128,8 +129,8 @@ def test_rows_drawn_together_are_what_each_is_alone(
         for number, row in enumerate(logits)
     ]
     params = params_of(rule, **changes)
-    together = choose_draft_tokens(rows, params=params, rule=rule, guesses=6)
-    alone = [choose_draft_tokens([row], params=params, rule=rule, guesses=6)[0] for row in rows]
+    together = choose_draft_tokens(rows, params=params, rule=rule, guesses=guesses)
+    alone = [choose_draft_tokens([row], params=params, rule=rule, guesses=guesses)[0] for row in rows]
     assert [plain(choice) for choice in together] == [plain(choice) for choice in alone]
     for row, choice in zip(rows, together, strict=True):
         token_id, _ = draw_draft_token(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,12 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_service.method import DraftMethod, DraftView, DraftWork
+from drafter_service.method import DraftMethod, DraftView, DraftWork, Progress
+from drafter_service.methods import draft_model
 from drafter_service.methods.draft_model import DraftModelMethod, DraftState, fit_vocabulary
 from drafter_service.methods.ngram import NgramMethod
 from paceline.errors import PacelineError
 from paceline.lookup.ngram import NgramIndex
-from paceline.sampling import DistributionUnusable, DraftedToken, TokenHistory, draw_draft_token
+from paceline.sampling import (
+    DistributionUnusable,
+    DraftedToken,
+    DraftRow,
+    TokenHistory,
+    choose_draft_tokens,
+    draw_draft_token,
+)
 from paceline.types import SamplingParams, SessionSpec, VerificationRule
 from tests.fakes import FakeCache, FakeModel, View, hashed_logits, spec_of
 
@@ -188,6 +196,28 @@ def test_rows_are_cut_and_padded_to_the_target() -> None:
     assert fit_vocabulary(row, 2).tolist() == [1.0, 2.0]
     assert fit_vocabulary(row, 3).tolist() == row.tolist()
     assert fit_vocabulary(row, 5).tolist() == [1.0, 2.0, 3.0, float("-inf"), float("-inf")]
+
+
+def test_sessions_that_draw_alike_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal parameters, rule and vocabulary are enough; each of the others is drawn by itself, and gets its own token."""
+    together = list[int]()
+
+    def counted(rows: Sequence[DraftRow], **law: Any) -> list[DraftedToken]:
+        together.append(len(rows))
+        return choose_draft_tokens(rows, **law)
+
+    monkeypatch.setattr(draft_model, "choose_draft_tokens", counted)
+    coupled = spec(VerificationRule.COUPLED)
+    other_seed = replace(coupled, seed=8, sampling=replace(SAMPLING))
+    specs = [coupled, spec(VerificationRule.GREEDY), other_seed, spec(VerificationRule.REJECTION)]
+    views = [View(each, PROMPT) for each in specs]
+    method = DraftModelMethod[FakeCache](FakeModel(LOGITS, vocab_size=VOCAB_SIZE), distribution_entries=64)
+    outcomes = method.draft([DraftWork(method.open(view), view, 1) for view in views])
+    assert together == [2, 1, 1]
+    for view, outcome in zip(views, outcomes, strict=True):
+        assert isinstance(outcome, Progress)
+        assert outcome.drafted is not None
+        assert_same(outcome.drafted[0], drafted_from_scratch(view.spec, PROMPT, len(PROMPT)))
 
 
 def test_a_row_without_any_token_to_draw_is_a_typed_error() -> None:

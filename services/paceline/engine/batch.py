@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -65,20 +66,18 @@ def pack(batch: Sequence[Extension[CacheT]], tables: Sequence[Paged], *, block_s
     first_rows = np.cumsum(row_counts, dtype=np.int32) - row_counts
     block_tables = _stack([tables[index].blocks for index in order])
     session_of_row = np.repeat(np.arange(len(order)), row_counts)
-    offsets = np.arange(int(row_counts.sum())) - first_rows[session_of_row]
-    positions = context_lengths[session_of_row] + offsets
+    positions = (context_lengths - first_rows)[session_of_row] + np.arange(len(session_of_row))
     slots = block_tables[session_of_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
     ends = np.empty(len(batch), dtype=np.int64)  # by extension
     ends[list(order)] = first_rows + row_counts
-    logit_counts = tuple(extension.rows for extension in batch)
-    logit_rows = [np.arange(end - rows, end) for end, rows in zip(ends, logit_counts, strict=True)]
-    ids = np.fromiter((token_id for index in order for token_id in batch[index].ids), np.int64, len(positions))
+    logit_counts = [extension.rows for extension in batch]
+    ids = np.fromiter(chain.from_iterable([batch[index].ids for index in order]), np.int64, len(positions))
     return RaggedBatch(
         ids=torch.from_numpy(ids),
-        positions=torch.from_numpy(positions.astype(np.int64)),
+        positions=torch.from_numpy(positions),
         slots=torch.from_numpy(slots),
-        logit_rows=torch.from_numpy(np.concatenate(logit_rows)),
-        logit_counts=logit_counts,
+        logit_rows=torch.from_numpy(_last_rows(ends, logit_counts)),
+        logit_counts=tuple(logit_counts),
         order=tuple(order),
         first_rows=first_rows,
         row_counts=row_counts,
@@ -91,7 +90,14 @@ def pack(batch: Sequence[Extension[CacheT]], tables: Sequence[Paged], *, block_s
 
 
 def _stack(tables: Sequence[Sequence[int]]) -> Ints:
-    stacked = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-    for row, blocks in zip(stacked, tables, strict=True):
-        row[: len(blocks)] = blocks
-    return stacked
+    padding = [0] * max(map(len, tables))
+    padded = chain.from_iterable([(*blocks, *padding[len(blocks) :]) for blocks in tables])
+    return np.fromiter(padded, np.int32, len(tables) * len(padding)).reshape(len(tables), len(padding))
+
+
+def _last_rows(
+    ends: npt.NDArray[np.int64],  # [extensions], where the rows of each end
+    counts: Sequence[int],  # [extensions], how many are wanted of each
+) -> npt.NDArray[np.int64]:  # [sum of counts]
+    counted = np.cumsum(counts)
+    return np.repeat(ends - counted, counts) + np.arange(counted[-1])
