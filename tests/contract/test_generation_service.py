@@ -11,6 +11,7 @@ import itertools
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -241,8 +242,9 @@ async def test_message_beyond_the_limit_is_refused_by_grpc_itself(services: Syst
     async with grpc.aio.insecure_channel(
         services.orchestrator.address, options=[("grpc.max_send_message_length", -1)]
     ) as channel:
+        cancel: Any = channel.unary_unary(f"/{SERVICE_NAME}/Cancel")
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await channel.unary_unary(f"/{SERVICE_NAME}/Cancel")(b"x" * (MAX_MESSAGE_BYTES + 1), timeout=LIMIT_S)
+            await cancel(b"x" * (MAX_MESSAGE_BYTES + 1), timeout=LIMIT_S)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (await services.client.complete(greedy(6))).text == TEXT
 

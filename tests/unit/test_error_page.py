@@ -19,8 +19,10 @@ ROWS = [
     for line in PAGE.read_text(encoding="utf-8").splitlines()
     if re.match(r"\| `[A-Z_]+` \|", line)
 ]
-KINDS = [kind for kind in vars(paceline.errors).values() if isinstance(kind, type) and issubclass(kind, PacelineError)]
-OF_THE_CLIENT = (ServerUnavailable, IncompleteAnswer, ClientClosed)
+KINDS: list[type[PacelineError]] = [
+    kind for kind in vars(paceline.errors).values() if isinstance(kind, type) and issubclass(kind, PacelineError)
+]
+OF_THE_CLIENT: tuple[type[PacelineError], ...] = (ServerUnavailable, IncompleteAnswer, ClientClosed)
 
 
 def example(kind: type[PacelineError]) -> PacelineError:
