@@ -15,7 +15,7 @@ import pytest
 from paceline.errors import StartupFailed
 from paceline.local_stack import LocalStack, LocalStackSettings, available_cores, plan_threads
 from tests.fake_stack import FakeStack, install, is_alive, wait_until_gone
-from tests.stand_in import Behaviour
+from tests.stand_in import HTTP_URL, Behaviour
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_settings_become_options(fakes: FakeStack) -> None:
     """Every setting reaches the service it concerns."""
     settings = LocalStackSettings(
         target="big", drafter="small", schedule="sequential", rule="rejection", draft_length=7, dtype="float32",
-        logit_noise=0.5, log_level="info",
+        logit_noise=0.5, log_level="info", reflection=True,
     )  # fmt: skip
     with LocalStack(settings) as stack:
         target, drafter, orchestrator = map(fakes.arguments, ("target", "drafter", "orchestrator"))
@@ -57,13 +57,24 @@ def test_settings_become_options(fakes: FakeStack) -> None:
     assert (drafter["--logit-noise"], drafter["--threads"]) == ("0.5", str(threads.drafter))
     assert (orchestrator["--schedule"], orchestrator["--rule"]) == ("sequential", "rejection")
     assert orchestrator["--draft-length"] == "7"
+    assert orchestrator["--reflection"] == ""
 
 
 def test_what_is_not_set_is_left_to_the_services(fakes: FakeStack) -> None:
     """Defaults of models, rule, schedule and draft length are the services' own."""
     with LocalStack(LocalStackSettings()):
         assert "--model" not in fakes.arguments("target")
-        assert not {"--schedule", "--rule", "--draft-length"} & set(fakes.arguments("orchestrator"))
+        assert not {"--schedule", "--rule", "--draft-length", "--reflection"} & set(fakes.arguments("orchestrator"))
+
+
+def test_http_is_off_unless_it_has_a_port(fakes: FakeStack) -> None:
+    """With one, any free one too, the orchestrator's ready line says the URL."""
+    with LocalStack(LocalStackSettings()) as stack:
+        assert "--http-port" not in fakes.arguments("orchestrator")
+        assert stack.http_url == ""
+    with LocalStack(LocalStackSettings(http_port=0)) as stack:
+        assert fakes.arguments("orchestrator")["--http-port"] == "0"
+        assert stack.http_url == HTTP_URL
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

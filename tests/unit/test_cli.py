@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -36,7 +37,7 @@ from paceline.v1 import session_pb2 as session_pb
 from tests.command_line import ESCAPE, end, paceline, refused, started, uncoloured
 from tests.fake_generation import SEED, TEXT, FakeGenerationService, canned_answer, prompt_of, serving
 from tests.fake_stack import FakeStack, install, is_alive, wait_until_gone
-from tests.stand_in import Behaviour
+from tests.stand_in import HTTP_URL, Behaviour
 
 
 @pytest.fixture
@@ -668,6 +669,21 @@ def test_interrupt_while_starting_is_quiet(stand_ins: FakeStack) -> None:
         process.send_signal(signal.SIGINT)
         assert end(process) == (130, "")
     assert wait_until_gone(stand_ins.pid("target"))
+
+
+def test_up_says_where_http_answers(stand_ins: FakeStack) -> None:
+    """On the usual port unless somebody else has it; an own choice is kept to."""
+    with started("up") as process:
+        assert process.stderr is not None
+        while not (line := process.stderr.readline()).startswith("OpenAI-compatible HTTP"):
+            assert line, "the command must not end"
+        assert f"{HTTP_URL}/v1" in line
+        assert stand_ins.arguments("orchestrator")["--http-port"] in ("8000", "0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = refused(paceline("up", "--http-port", port), status=1)
+    assert words.startswith(f"Port {port} on 127.0.0.1 cannot be opened")
+    assert "--http-port" in words
 
 
 def test_up_with_a_taken_port_is_a_sentence(stand_ins: FakeStack, endpoint: str) -> None:
