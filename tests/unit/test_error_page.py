@@ -1,4 +1,5 @@
-"""`docs/errors.md` says of every error what the code does: reason, class, gRPC and HTTP code."""
+"""`docs/errors.md` says of every error what the code does: reason, class, gRPC and HTTP code; `docs/grpc.md` leaves no
+method out."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from orchestrator.http_errors import problem_of
 from paceline.client import ClientClosed, IncompleteAnswer, ServerUnavailable
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.rpc import STATUS_CODES, status_code, to_status
+from paceline.v1 import generation_service_pb2
 
-PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "errors.md"
 ROWS = [
     [cell.strip(" `") for cell in line.strip("|").split(" | ")]
     for line in PAGE.read_text(encoding="utf-8").splitlines()
@@ -62,3 +65,10 @@ def test_every_class_has_a_code_of_its_own_or_its_parents() -> None:
     """None falls through to INTERNAL but the root."""
     assert [kind.__name__ for kind in KINDS if status_code(example(kind)).name == "INTERNAL"] == ["PacelineError"]
     assert set(STATUS_CODES) <= set(KINDS)
+
+
+def test_every_method_stands_on_the_page_of_the_service() -> None:
+    """`docs/grpc.md` lists them, each once."""
+    listed = re.findall(r"^\| `(\w+)` \|", (DOCS / "grpc.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    service = generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+    assert sorted(listed) == sorted(method.name for method in service.methods)
