@@ -78,6 +78,7 @@ _DRAWN_SEED_BITS = 53
 _FIXED_FAN_OUT = 3  # with a fixed draft length, unless the request says otherwise
 _LINES_A_GUESS = 3  # lines of drafted tokens for each guess at one position
 _TEMPERATURE_BANDS = 2  # to a degree: sessions in one begin with what the others have seen
+_MOST_CHARACTERS_A_TOKEN = 64  # of a whole prompt, far beyond any text; single tokens may be longer
 _REPLAYED_AT_ONCE = 64  # tokens; between such runs other answers get their turn
 
 
@@ -366,6 +367,7 @@ class Generator:
     def _plan(self, request: GenerationRequest, deadline_s: float | None, on_round: OnRound | None) -> _Plan:
         target = self._target_info()
         self._check_model(request.model)
+        self._check_sizes(request, target)
         prompt_ids = self._prompt_ids(request, target)
         stopping = request.stopping
         room = target.max_context - len(prompt_ids)
@@ -431,6 +433,27 @@ class Generator:
         if len(ids) > longest:
             raise ContextTooLong(f"The prompt has {len(ids)} tokens, but at most {longest} fit here; shorten it.")
         return tuple(ids)
+
+    def _check_sizes(self, request: GenerationRequest, target: ModelInfo) -> None:
+        """Refuse what is too long before any of it is looked at: tokenizing takes time from the answers that run."""
+        limit, asked = self._settings.max_tokens_limit, request.stopping.max_tokens
+        if asked is not None and asked > limit:
+            raise InvalidRequest(f"max_tokens must be at most {limit} here, not {asked}.", parameter="max_tokens")
+        if len(request.output_ids) > target.max_context:
+            raise InvalidRequest(
+                f"output_ids must hold at most {target.max_context} tokens, as the model's context does.",
+                parameter="output_ids",
+            )
+        longest = self._longest_prompt(target)
+        characters = len(request.text or "") + sum(len(message.content) for message in request.messages or ())
+        if characters > longest * _MOST_CHARACTERS_A_TOKEN:
+            raise ContextTooLong(
+                f"The prompt has {characters} characters, and only {longest} tokens fit here; shorten it."
+            )
+        if len(request.token_ids or ()) > longest:
+            raise ContextTooLong(
+                f"The prompt has {len(request.token_ids or ())} tokens, but at most {longest} fit here; shorten it."
+            )
 
     def _longest_prompt(self, target: ModelInfo) -> int:
         """In tokens."""

@@ -41,6 +41,9 @@ from paceline.v1.generation_service_pb2_grpc import add_GenerationServiceService
 
 logger = structlog.get_logger(__name__)
 
+# Callers connect anew now and then: to a certificate that was renewed, with one that is still believed.
+_CONNECTION_AGE_S = 3600.0
+
 
 def prepare(settings: OrchestratorSettings) -> Serve:
     if settings.colocated_target is not None:
@@ -195,6 +198,7 @@ async def _serve(
         tls=settings.public_tls,
         check=let_in_by(door),
         is_reflective=settings.reflection,
+        connection_age_s=_CONNECTION_AGE_S,
     )
     add_GenerationServiceServicer_to_server(GenerationServicer(door), server.registrar)
     http = OpenAIApi(door, settings, registry=registry)

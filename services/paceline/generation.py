@@ -28,6 +28,8 @@ from paceline.types import (
 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
+MAX_MESSAGES = 4096
+MAX_LISTED_TOKEN_IDS = 1024  # in any list of token ids but the prompt and the output
 ROLES = ("system", "user", "assistant")
 _MAX_UINT32 = 2**32 - 1
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -114,6 +116,7 @@ class GenerationRequest:
             raise InvalidRequest("A request needs one prompt: text, token ids or chat messages.", parameter="prompt")
         _require_text("prompt", self.text or "")
         _require_range("token_ids", self.token_ids or ())
+        _require_count("messages", self.messages or (), most=MAX_MESSAGES)
         for message in self.messages or ():
             _require_role(message.role)
             _require_text("messages", message.content)
@@ -142,22 +145,19 @@ class GenerationRequest:
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
-    """`SamplingParams` has checked what the values mean; left is what a uint32 can carry."""
+    """`SamplingParams` has checked what the values mean; left is how many there are, and what a uint32 can carry."""
     _require_range("top_k", [sampling.top_k])
     _require_range("min_tokens", [sampling.min_tokens])
-    _require_range("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
-    _require_range("banned_token_ids", sampling.banned_token_ids)
-    _require_range("allowed_token_ids", sampling.allowed_token_ids or ())
-    _require_range("stop_token_ids", sampling.stop_token_ids)
+    _require_listed("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+    _require_listed("banned_token_ids", sampling.banned_token_ids)
+    _require_listed("allowed_token_ids", sampling.allowed_token_ids or ())
+    _require_listed("stop_token_ids", sampling.stop_token_ids)
 
 
 def _check_stopping(stopping: StopConditions) -> None:
     _require_range("max_tokens", _present(stopping.max_tokens))
-    _require_range("stop_token_ids", stopping.stop_token_ids)
-    if len(stopping.stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(
-            f"stop must hold at most {MAX_STOP_STRINGS} strings, not {len(stopping.stop)}.", parameter="stop"
-        )
+    _require_listed("stop_token_ids", stopping.stop_token_ids)
+    _require_count("stop", stopping.stop, most=MAX_STOP_STRINGS)
     for stop in stopping.stop:
         if not stop:
             raise InvalidRequest("stop must not hold an empty string.", parameter="stop")
@@ -166,6 +166,16 @@ def _check_stopping(stopping: StopConditions) -> None:
 
 def _present(value: int | None) -> tuple[int, ...]:
     return () if value is None else (value,)
+
+
+def _require_count(parameter: str, items: Sequence[object], *, most: int) -> None:
+    if len(items) > most:
+        raise InvalidRequest(f"{parameter} must hold at most {most} entries, not {len(items)}.", parameter=parameter)
+
+
+def _require_listed(parameter: str, token_ids: Sequence[int]) -> None:
+    _require_count(parameter, token_ids, most=MAX_LISTED_TOKEN_IDS)
+    _require_range(parameter, token_ids)
 
 
 def _require_range(parameter: str, values: Sequence[int], *, lowest: int = 0, highest: int = _MAX_UINT32) -> None:

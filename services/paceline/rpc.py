@@ -37,6 +37,7 @@ from paceline.errors import (
     PayloadInvalid,
     PeerRefused,
     QueueFull,
+    RateLimited,
     ReaderStalled,
     RequestIdTaken,
     SessionNotFound,
@@ -81,6 +82,7 @@ STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
     ModelMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     ModelUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
     MemoryFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     TargetUnavailable: grpc.StatusCode.UNAVAILABLE,
@@ -119,6 +121,8 @@ _SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.bdp_probe", 0),
     # By default two servers bind one port without a word.
     ("grpc.so_reuseport", 0),
+    # Of one connection; a pair of services has one stream.
+    ("grpc.max_concurrent_streams", 1024),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
 ]
@@ -156,15 +160,18 @@ class Server:
         tls: ServerTls | None = None,
         check: CallCheck | None = None,
         is_reflective: bool = False,
+        connection_age_s: float | None = None,
     ) -> None:
         """`check` is asked before every call, whatever its service; without `tls` the port is plaintext.
 
-        With `is_reflective` the server describes its protocol to whoever may call it.
+        With `is_reflective` the server describes its protocol to whoever may call it. Connections older than
+        `connection_age_s` take no further calls, so that callers connect anew; what runs on them goes on.
         """
         self._host, self._port, self._tls, self._is_reflective = host, port, tls, is_reflective
         checks = [_names_checked(tls.client_names)] if tls is not None and tls.client_names else []
         guards = [_Guard(each) for each in (*checks, *([check] if check else []))]
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[*guards, _ReadableRequests()])
+        age = [("grpc.max_connection_age_ms", int(connection_age_s * 1000))] if connection_age_s else []
+        self._server = grpc.aio.server(options=[*_SERVER_OPTIONS, *age], interceptors=[*guards, _ReadableRequests()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.address = ""
