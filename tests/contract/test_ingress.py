@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -14,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from orchestrator import api
+from orchestrator.access import LoopbackGate, TokenGate
 from orchestrator.api import (
     SERVICE_NAME,
     IngressContext,
@@ -43,6 +45,7 @@ from paceline.generation import (
     Usage,
 )
 from paceline.generation_wire import event_from_proto
+from paceline.tokens import TokenEntry, TokenFile, hash_token, new_token, write_tokens
 from paceline.types import FinishReason, ModelInfo
 from paceline.v1 import generation_service_pb2 as pb
 from tests.watching import watch_alone
@@ -62,7 +65,8 @@ EVENTS: tuple[Event, ...] = (
 class FakeContext:
     """What the ingress hands to a handler, and what it would send: the status as it stood at each message."""
 
-    def __init__(self, **metadata: str | bytes) -> None:
+    def __init__(self, *, peer: str = "ipv4:10.0.0.9:40000", **metadata: str | bytes) -> None:
+        self._peer = peer
         self._metadata = [(key.replace("_", "-"), value) for key, value in metadata.items()]
         self.code: grpc.StatusCode | None = None
         self.details = ""
@@ -72,7 +76,7 @@ class FakeContext:
         return self._metadata
 
     def peer(self) -> str:
-        return "ipv4:10.0.0.9:40000"
+        return self._peer
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code
@@ -344,3 +348,48 @@ def test_context_of_ray_serve_has_what_is_used() -> None:
     assert (context.code(), context.details()) == (grpc.StatusCode.UNAVAILABLE, "Gone.")
     assert context.trailing_metadata() == [("grpc-status-details-bin", b"\x01")]
     assert list(context.invocation_metadata()) == [("a", "b")]
+
+
+async def test_every_method_behind_the_ingress_needs_the_token(tmp_path: Path) -> None:
+    """UNAUTHENTICATED without, and for a wrong one; health needs none."""
+    path, token = tmp_path / "tokens.yaml", new_token()
+    write_tokens(path, TokenFile(tokens=(TokenEntry(name="a", sha256=hash_token(token)),)))
+    door = Door(generator_of(FakeGenerator()), TokenGate(path))
+
+    async def first(responses: AsyncGenerator[Any]) -> Any:
+        async with aclosing(responses):
+            return await anext(responses)
+
+    calls: dict[str, Callable[[FakeContext], Awaitable[Any]]] = {
+        "Generate": lambda context: first(ingress_generate(door, REQUEST, context)),
+        "GetServerInfo": lambda context: ingress_get_server_info(door, context),
+        "GetPoolStatus": lambda context: ingress_get_pool_status(door, context),
+        "GetRoundTrace": lambda context: api.ingress_get_round_trace(door, pb.GetRoundTraceRequest(), context),
+        "ListModels": lambda context: api.ingress_list_models(door, context),
+        "Cancel": lambda context: api.ingress_cancel(door, pb.CancelRequest(request_id="r"), context),
+    }
+    assert calls.keys() == {method.name for method in pb.DESCRIPTOR.services_by_name["GenerationService"].methods}
+    for name, call in calls.items():
+        for metadata in ({}, {"authorization": "Bearer wrong"}, {"authorization": token}):
+            context = FakeContext(**metadata)
+            await call(context)
+            assert (context.code, context.error_info.reason) == (
+                grpc.StatusCode.UNAUTHENTICATED,
+                "UNAUTHENTICATED",
+            ), name
+    for name in ("Generate", "GetServerInfo", "GetPoolStatus"):
+        context = FakeContext(authorization=f"Bearer {token}".encode())
+        await calls[name](context)
+        assert context.code is None, name
+    context = FakeContext()
+    health = await ingress_check(generator_of(FakeGenerator()), HealthCheckRequest(), context)
+    assert (health.status, context.code) == (HealthCheckResponse.SERVING, None)
+
+
+async def test_without_tokens_only_callers_of_this_machine_are_answered() -> None:
+    """An ingress listens on every interface, whatever it is told."""
+    door = Door(generator_of(FakeGenerator()), LoopbackGate())
+    far, near = FakeContext(), FakeContext(peer="ipv4:127.0.0.1:40000")
+    await ingress_get_server_info(door, far)
+    await ingress_get_server_info(door, near)
+    assert (far.code, near.code) == (grpc.StatusCode.UNAUTHENTICATED, None)
