@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -79,9 +80,9 @@ def test_model_and_id_reach_the_server(service: FakeGenerationService, endpoint:
 
 def test_any_option_about_certificates_means_tls() -> None:
     """None means none; and what is printed of it shows no token."""
-    nothing = dict.fromkeys(("token", "ca", "cert", "key", "name"))
-    assert Connecting.of(**nothing, tls=False, trust_network=False).tls is None  # type: ignore[arg-type]
-    assert Connecting.of(**nothing, tls=True, trust_network=False).tls == ClientTls()  # type: ignore[arg-type]
-    named = Connecting.of(**{**nothing, "name": "n", "token": "secret"}, tls=False, trust_network=False)  # type: ignore[arg-type]
+    nothing: dict[str, Any] = dict.fromkeys(("token", "ca", "cert", "key", "name"))
+    assert Connecting.of(**nothing, tls=False, trust_network=False).tls is None
+    assert Connecting.of(**nothing, tls=True, trust_network=False).tls == ClientTls()
+    named = Connecting.of(**{**nothing, "name": "n", "token": "secret"}, tls=False, trust_network=False)
     assert named.tls == ClientTls(server_name="n")
     assert "secret" not in repr(named)
