@@ -6,10 +6,10 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.errors import StartupFailed
 from paceline.tls import ServerTls
@@ -25,7 +25,7 @@ class HttpServer:
         self._host, self._port, self._tls = host, port, tls
         self._server = _Server(
             uvicorn.Config(
-                application,
+                _ended_quietly(application),
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -72,6 +72,16 @@ class HttpServer:
                 f"Port {self._port} on {self._host} cannot be opened for HTTP; choose another with --http-port, or 0 for any "
                 f"free one. ({reason})"
             ) from error
+
+
+def _ended_quietly(application: ASGIApp) -> ASGIApp:
+    """The same; that a request is cancelled when the server stops is no fault to be logged."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):
+            await application(scope, receive, send)
+
+    return run
 
 
 class _Server(uvicorn.Server):

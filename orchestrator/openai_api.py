@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from orchestrator.http_exchange import CallerLeft, Exchange
 from orchestrator.openai_answers import Answer, ChatAnswer, CompletionAnswer, model_object
 from orchestrator.openai_requests import Asked, name_here, parse_chat, parse_completion
 from orchestrator.slow_reader import taken
-from paceline.errors import InvalidRequest, ModelNotFound, PacelineError, ReaderStalled, internal_error
+from paceline.errors import Draining, InvalidRequest, ModelNotFound, PacelineError, ReaderStalled, internal_error
 from paceline.generation import Event, ServedModel, Started
 from paceline.settings import OrchestratorSettings
 
@@ -40,6 +40,7 @@ TIMEOUT_HEADER = "x-request-timeout"
 """Seconds that the caller waits for the answer, as a decimal number."""
 
 _LONGEST_TIMEOUT_S = 86_400.0 * 365
+_LAST_WORDS_S = 0.2
 
 Respond = Callable[[Exchange], Awaitable[None]]
 
@@ -246,6 +247,14 @@ class _Endpoint:
             await self._respond(exchange)
         except CallerLeft:
             pass
+        except asyncio.CancelledError:
+            # The server stops, or whoever is in front has given up; callers who still read hear of the former.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await exchange.fail(
+                        problem_of(Draining("The server is about to stop; ask again, another one will answer."))
+                    )
+            raise
         except RequestRefused as refusal:
             await exchange.fail(refusal.problem)
         except InvalidRequest as error:
