@@ -235,6 +235,9 @@ class FakeContext:
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return ()
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code
 
@@ -248,13 +251,13 @@ async def test_call_gives_the_pieces_as_one() -> None:
     trace = RoundTrace()
     numbered(trace, 300)
     numbered(trace, 5, session_id="r2")
-    generator = cast(Generator, FakeGenerator(trace))
-    servicer = GenerationServicer(Door(generator, OpenGate()))
+    door = Door(cast(Generator, FakeGenerator(trace)), OpenGate())
+    servicer = GenerationServicer(door)
     whole = await servicer.GetRoundTrace(pb.GetRoundTraceRequest(), cast(Any, FakeContext()))
     assert traced_rounds_from_proto(whole).records == tuple(read(trace))
     asked = pb.GetRoundTraceRequest(request_id="r2", limit=3)
     part = await ingress_get_round_trace(
-        generator, asked, FakeContext(), annotate=lambda traced: replace(traced, orchestrator_id="o1")
+        door, asked, FakeContext(), annotate=lambda traced: replace(traced, orchestrator_id="o1")
     )
     assert [(record.session_id, record.number) for record in part.records] == [("r2", 2), ("r2", 3), ("r2", 4)]
     assert part.orchestrator_id == "o1"
@@ -263,8 +266,8 @@ async def test_call_gives_the_pieces_as_one() -> None:
 async def test_error_behind_an_ingress_becomes_a_status() -> None:
     """An empty message carries it, as for every other call."""
     context: IngressContext = FakeContext()
-    generator = cast(Generator, FakeGenerator(RoundTrace(), TargetUnavailable("No target answers.")))
-    assert await ingress_get_round_trace(generator, pb.GetRoundTraceRequest(), context) == pb.GetRoundTraceResponse()
+    door = Door(cast(Generator, FakeGenerator(RoundTrace(), TargetUnavailable("No target answers."))), OpenGate())
+    assert await ingress_get_round_trace(door, pb.GetRoundTraceRequest(), context) == pb.GetRoundTraceResponse()
     assert cast(FakeContext, context).code is grpc.StatusCode.UNAVAILABLE
 
 
