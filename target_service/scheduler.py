@@ -33,7 +33,7 @@ class Judge:
     address: Address
     draft: DraftToJudge
     arrived_s: float  # time.monotonic()
-    deadline_s: float | None  # time.monotonic(); work that is late already is not begun
+    deadline_s: float | None  # time.monotonic(); work that is late takes part in no further step
 
 
 Command = Open | Judge | Close | PeerGone
@@ -157,16 +157,16 @@ class Scheduler(Generic[CacheT]):
         return events
 
     def _is_alive(self, job: _Job[CacheT]) -> bool:
-        """Whether the draft is still wanted; begins it if need be."""
-        address = job.command.address
+        """Whether the draft is still wanted; begins it if need be. Raises `DeadlineExceeded` once nobody waits for it."""
+        address, deadline_s = job.command.address, job.command.deadline_s
+        if deadline_s is not None and self._clock() > deadline_s:
+            raise DeadlineExceeded("The caller's time was used up before the draft could be judged.")
         if job.begun is None:
             job.begun = self._begin(job.command)
             return job.begun is not None
         return self._sessions.use(address) is job.begun.held
 
     def _begin(self, command: Judge) -> _Begun[CacheT] | None:
-        if command.deadline_s is not None and self._clock() > command.deadline_s:
-            raise DeadlineExceeded("The caller's time was used up before the draft could be judged.")
         held = self._sessions.use(command.address)
         if held is None:
             return None

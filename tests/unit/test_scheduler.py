@@ -218,6 +218,21 @@ def test_work_that_is_late_already_is_not_begun() -> None:
     assert service.model.steps == 1
 
 
+def test_work_that_becomes_late_between_two_steps_is_dropped() -> None:
+    """A long prompt that is read in chunks: when its caller's time is over, the rest of it is not read."""
+    service = Service(max_batch_tokens=8, max_context=1000)
+    prompt = tuple(number % VOCAB_SIZE for number in range(64))
+    service.tell(opening(A, prompt), judge(A, base_length=len(prompt), deadline_s=105.0))
+    assert service.scheduler.step() == []
+    service.clock.now_s = 105.1
+    (late,) = service.work()
+    assert isinstance(late.outcome, DeadlineExceeded)
+    assert (service.model.steps, service.scheduler.waiting) == (1, 0)
+    service.tell(judge(A, base_length=len(prompt)))
+    (event,) = service.work()
+    assert rows_of(event) == fresh_rows((), prompt)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_draft_of_a_preempted_session_is_dropped_and_counted(times: int) -> None:
     """The session was opened again, once or twice, while its draft waited: no verdict, no step, no change (C33)."""
