@@ -1,6 +1,6 @@
 """Target and drafter services whose model takes no time, so that what is left is Paceline's own cost.
 
-Run as `python -m benchmarks.instant target` or `... drafter`; prints the services' ordinary ready line.
+Or a set time for each step, with the settings `--emulated-step-ms...` of the services. Run as `python -m benchmarks.instant target` or `... drafter`; prints the services' ordinary ready line.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.service import serve_drafter
-from paceline.engine.interface import Extension
+from paceline.engine.emulation import emulated
+from paceline.engine.interface import Extension, Model
 from paceline.model_service import use_threads
 from paceline.process import Lifetime, run_service
-from paceline.settings import DrafterSettings, TargetSettings
+from paceline.settings import DrafterSettings, ModelServiceSettings, TargetSettings
 from paceline.types import ModelInfo
 from target_service.service import serve_target
 
@@ -81,7 +83,17 @@ class InstantModel:
         return [self._table[list(extension.ids[len(extension.ids) - extension.rows :])] for extension in batch]
 
 
-def instant_info(method: str = "") -> ModelInfo:
+def held(settings: ModelServiceSettings) -> Model[Any]:
+    """The model, its steps held to the time that the settings say, if they do."""
+    return emulated(
+        InstantModel(),
+        step_ms=settings.emulated_step_ms,
+        per_session_ms=settings.emulated_step_ms_per_session,
+        per_token_ms=settings.emulated_step_ms_per_token,
+    )
+
+
+def instant_info(settings: ModelServiceSettings, method: str = "") -> ModelInfo:
     return ModelInfo(
         model_id="instant",
         vocab_size=VOCAB_SIZE,
@@ -90,16 +102,17 @@ def instant_info(method: str = "") -> ModelInfo:
         incarnation="1",
         method=method,
         dtype="float32",
+        emulated=settings.is_emulated,
     )
 
 
 async def _serve_target(lifetime: Lifetime, settings: TargetSettings) -> None:
-    await serve_target(lifetime, settings, InstantModel(), instant_info())
+    await serve_target(lifetime, settings, held(settings), instant_info(settings))
 
 
 async def _serve_drafter(lifetime: Lifetime, settings: DrafterSettings) -> None:
-    method = DraftModelMethod(InstantModel(), distribution_entries=64)
-    await serve_drafter(lifetime, settings, method, instant_info("draft_model"))
+    method = DraftModelMethod(held(settings), distribution_entries=64)
+    await serve_drafter(lifetime, settings, method, instant_info(settings, "draft_model"))
 
 
 def main() -> None:
