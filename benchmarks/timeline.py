@@ -24,7 +24,7 @@ from orchestrator.drafter_pool import DrafterPool
 from orchestrator.drafting import DraftsWithFallback
 from orchestrator.finish import EndConditions, OutputTracker
 from orchestrator.fixed_planner import FixedPlanner
-from orchestrator.loop import Target, run_session
+from orchestrator.loop import Target, TimedRows, run_session
 from orchestrator.remote_drafts import RemoteDrafts
 from orchestrator.target_pool import TargetPool
 from orchestrator.text import IncrementalDetokenizer, Tokenizer
@@ -32,7 +32,7 @@ from paceline.bench.machine import machine
 from paceline.engine.checkpoint import DEFAULT_MODEL, resolve_checkpoint
 from paceline.generation import Schedule
 from paceline.prefix import TokenPrefix
-from paceline.types import Draft, SamplingParams, SessionSpec, SpeculationStats, VerdictRows, VerificationRule
+from paceline.types import Draft, SamplingParams, SessionSpec, SpeculationStats, VerificationRule
 
 FIGURE = Path(__file__).parent.parent / "docs" / "pipeline.svg"
 PROMPT = "Name the planets of the solar system, from the Sun outwards, and say one thing about each."
@@ -56,10 +56,14 @@ class WatchedTarget:
     def __init__(self, inner: Target, timeline: Timeline) -> None:
         self._inner, self._timeline = inner, timeline
 
-    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
-        rows = await self._inner.verify(prefix, draft)
-        self._timeline.target.append((time.perf_counter() - rows.step_time_s, rows.step_time_s))
-        return rows
+    def ask(self, prefix: TokenPrefix, draft: Draft) -> None:
+        self._inner.ask(prefix, draft)
+
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
+        judged = await self._inner.verify(prefix, draft)
+        step_time_s = judged.rows.step_time_s
+        self._timeline.target.append((judged.arrived_s - step_time_s, step_time_s))
+        return judged
 
 
 class WatchedDrafts(RemoteDrafts):

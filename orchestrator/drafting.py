@@ -26,6 +26,9 @@ class NoDrafts:
     def available(self, prefix: TokenPrefix, max_length: int) -> int:
         return 0
 
+    def is_ready(self, prefix: TokenPrefix, plan: RoundPlan) -> bool:
+        return True
+
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
         return OfferedDraft()
 
@@ -39,6 +42,9 @@ class Remote(Protocol):
     def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None: ...
 
     def available(self, prefix: TokenPrefix, max_length: int) -> int: ...
+
+    def is_ready(self, prefix: TokenPrefix, plan: RoundPlan) -> bool:
+        """Whether `draft` would wait for nothing now."""
 
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> Draft | None:
         """None: the drafter is gone or late, or not waited for; an empty draft: it has nothing to offer."""
@@ -84,6 +90,9 @@ class DraftsWithFallback:
 
     def available(self, prefix: TokenPrefix, max_length: int) -> int:
         return self._remote.available(prefix, max_length)
+
+    def is_ready(self, prefix: TokenPrefix, plan: RoundPlan) -> bool:
+        return self._remote.is_ready(prefix, plan)
 
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
         draft = await self._remote.draft(prefix, plan)

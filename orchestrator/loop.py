@@ -68,7 +68,7 @@ class RoundOutcome:
     queue_s: float
     step_sessions: int
     step_tokens: int
-    round_s: float  # from the last verdict to this one, without what the client took
+    round_s: float  # from when the last verdict was dealt with until this one is, without what the client took
 
 
 class RoundPlanner(Protocol):
@@ -78,7 +78,7 @@ class RoundPlanner(Protocol):
         """What the drafter is told now, right behind a verdict; `remaining` tokens may still come."""
 
     def plan(self, *, available: int, remaining: int) -> RoundPlan:
-        """The next round; `available` drafted tokens are there for the committed ones."""
+        """The next round; `available` drafted tokens are there for the committed ones. Asked again, it is planned anew."""
 
     def record(self, outcome: RoundOutcome) -> None:
         """A round has ended."""
@@ -93,10 +93,25 @@ class OfferedDraft:
     arrival: Arrival | None = None  # None: it did not come from a drafter
 
 
+@dataclass(frozen=True, slots=True)
+class TimedRows:
+    """A target's rows for one draft, with two moments of `time.perf_counter`."""
+
+    rows: VerdictRows
+    asked_s: float  # the draft left for the target that gave them
+    arrived_s: float  # they were here, whoever was waiting for them
+
+
 class Target(Protocol):
     """The session's target."""
 
-    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+    def ask(self, prefix: TokenPrefix, draft: Draft) -> None:
+        """Have the target begin with what is verified next, if that can be sent at once. What goes wrong shows in `verify`.
+
+        To be followed by `verify` of the same prefix and draft, which then awaits that verdict, or by nothing at all.
+        """
+
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
         """Rows for a draft that continues the committed tokens; raises `PacelineError` if there is no verdict."""
 
 
@@ -108,6 +123,9 @@ class DraftSource(Protocol):
 
     def available(self, prefix: TokenPrefix, max_length: int) -> int:
         """How many drafted tokens are there for the committed ones, counted up to `max_length`."""
+
+    def is_ready(self, prefix: TokenPrefix, plan: RoundPlan) -> bool:
+        """Whether `draft` would wait for nothing now."""
 
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
         """A draft that continues the committed tokens; empty if none comes in time."""
@@ -132,9 +150,9 @@ class RoundReport:
     plan: RoundPlan
     available: int  # drafted tokens that were there when the round was planned
     arrival: Arrival | None  # of the draft, if a drafter made it
-    began_s: float  # the last verdict was dealt with
+    began_s: float  # the last verdict was dealt with, and where nothing was asked ahead the client has what came of it
     draft_s: float  # the draft was in hand
-    verdict_s: float  # the verdict was here
+    verdict_s: float  # the verdict was here; it may have waited for the client
     outcome: RoundOutcome
 
 
@@ -170,10 +188,26 @@ class RoundResult(Generic[DeliveryT]):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a delivered token; empty where the session asks for none
 
 
+_NO_PLAN, _NO_DRAFT = RoundPlan(), OfferedDraft()
+
+
 class _Round:
     """One round in the making: when what happened."""
 
-    __slots__ = ("available", "began_s", "draft_s", "number", "offered", "order", "plan", "verdict_s", "was_rejected")
+    __slots__ = (
+        "available",
+        "back_s",
+        "began_s",
+        "client_s",
+        "draft_s",
+        "ended_s",
+        "number",
+        "offered",
+        "order",
+        "plan",
+        "verdict_s",
+        "was_rejected",
+    )
 
     def __init__(self) -> None:
         self.number = 0
@@ -181,8 +215,28 @@ class _Round:
         self.begin(DraftOrder(), time.perf_counter())
 
     def begin(self, order: DraftOrder, now_s: float) -> None:
-        self.order, self.began_s, self.draft_s, self.verdict_s = order, now_s, now_s, now_s
-        self.available, self.plan, self.offered = 0, RoundPlan(), OfferedDraft()
+        self.order, self.began_s, self.draft_s, self.verdict_s, self.ended_s = order, now_s, now_s, now_s, now_s
+        self.available, self.plan, self.offered = 0, _NO_PLAN, _NO_DRAFT
+        self.client_s = self.back_s = 0.0  # how long the client took, and when it had taken what the last round gave
+
+    def go_on(self, handed_over_s: float) -> None:
+        """The client has taken what the last round gave."""
+        self.back_s = time.perf_counter()
+        self.client_s = self.back_s - handed_over_s
+
+    def begin_here(self) -> None:
+        """Nothing has been done before the client had its tokens: none of its time is the round's."""
+        self.began_s += self.client_s
+        self.client_s = 0.0
+
+    def end(self, judged: TimedRows) -> None:
+        """The verdict is dealt with now."""
+        self.verdict_s, self.ended_s = judged.arrived_s, time.perf_counter()
+        if judged.asked_s >= self.back_s:  # whatever was asked ahead came to nothing
+            self.draft_s += self.client_s
+            self.begin_here()
+        else:  # while the target judged, the client's time cost nothing
+            self.client_s = max(0.0, self.back_s - judged.arrived_s)
 
 
 async def run_session(
@@ -198,40 +252,45 @@ async def run_session(
 ) -> AsyncIterator[RoundResult[DeliveryT]]:
     """Rounds until the output says that the answer has ended; counts them in `stats`.
 
-    Raises what `target.verify` raises, and `PayloadInvalid` for a verdict that does not fit the draft or the session:
-    everything yielded before is committed and stays valid.
+    The target is asked for at most one verdict beyond the results taken. Raises what `target.verify` raises, and
+    `PayloadInvalid` for a verdict that does not fit the draft or the session: everything yielded before is committed and
+    stays valid.
     """
     prefix = TokenPrefix(prompt_ids)
     round_ = _Round()
     _tell_drafter(round_, prefix, planner, drafts, output)
+    # The first round has no draft: the first token never waits for a drafter, which reads the prompt meanwhile.
     while True:
-        # The first round has no draft: the first token never waits for a drafter, which reads the prompt meanwhile.
-        if len(prefix) > len(prompt_ids):
-            await _find_draft(round_, prefix, planner, drafts, output)
-        round_.draft_s = time.perf_counter()
-        verdict_rows = await target.verify(prefix, round_.offered.draft)
-        round_.verdict_s = time.perf_counter()
-        verdict = _walk(spec, round_, prefix, verdict_rows, drafts, output)
+        judged = await target.verify(prefix, round_.offered.draft)
+        round_.end(judged)
+        verdict = _walk(spec, round_, prefix, judged.rows, drafts, output)
         draft = round_.offered.draft
-        logprobs = () if spec.logprobs is None else emitted_logprobs(draft.ids, verdict_rows.rows, verdict)
+        logprobs = () if spec.logprobs is None else emitted_logprobs(draft.ids, judged.rows.rows, verdict)
         result = _deliver(output, draft, verdict, logprobs)
         prefix.extend(result.delivery.token_ids)
-        outcome = _outcome(round_, verdict, verdict_rows, result, has_continuation=drafts.continues(prefix.digest()))
+        outcome = _outcome(round_, verdict, judged.rows, result, has_continuation=drafts.continues(prefix.digest()))
         _count(stats, outcome)
         planner.record(outcome)
         if observer is not None:
             observer.on_round(_report(round_, len(prefix) - outcome.emitted, outcome))
-        is_finished = result.delivery.finish_reason is not None
-        if not is_finished:
-            # Before the client has its tokens: the drafter's time is dearer.
-            _tell_drafter(round_, prefix, planner, drafts, output)
-        handed_over_s = time.perf_counter()
-        yield result
-        if is_finished:
+        if result.delivery.finish_reason is not None:
+            yield result
             return
         round_.number += 1
         round_.was_rejected = outcome.is_rejection
-        round_.began_s += time.perf_counter() - handed_over_s
+        # Before the client has its tokens: the time of drafter and target is dearer.
+        _tell_drafter(round_, prefix, planner, drafts, output)
+        is_planned = _plan_if_ready(round_, prefix, planner, drafts, output)
+        if is_planned:
+            await _take_draft(round_, prefix, drafts)
+            target.ask(prefix, round_.offered.draft)
+        handed_over_s = time.perf_counter()
+        yield result
+        round_.go_on(handed_over_s)
+        if not is_planned:
+            round_.begin_here()
+            _plan(round_, prefix, planner, drafts, output)
+            await _take_draft(round_, prefix, drafts)
 
 
 def _tell_drafter(
@@ -242,23 +301,37 @@ def _tell_drafter(
     drafts.commit(prefix, round_.order)
 
 
-async def _find_draft(
+def _plan_if_ready(
+    round_: _Round, prefix: TokenPrefix, planner: RoundPlanner, drafts: DraftSource, output: Output[DeliveryT]
+) -> bool:
+    """Plan the round, and say whether it can begin now; if not, it is planned anew when it can.
+
+    Depends on what has arrived, as everything does that decides on a draft, never on the value of a drawn token.
+    """
+    _plan(round_, prefix, planner, drafts, output)
+    return round_.plan.draft_length == 0 or drafts.is_ready(prefix, round_.plan)
+
+
+def _plan(
     round_: _Round, prefix: TokenPrefix, planner: RoundPlanner, drafts: DraftSource, output: Output[DeliveryT]
 ) -> None:
-    """Plan the round, and wait for its draft as long as the plan says."""
     remaining = output.remaining
     # A round adds one token by itself: nothing is to be drafted beyond the answer's end.
     most = min(MAX_DRAFT_LENGTH, remaining - 1)
     round_.available = drafts.available(prefix, most) if most > 0 else 0
     round_.plan = planner.plan(available=round_.available, remaining=remaining)
-    if round_.plan.draft_length == 0:
-        return
-    offered = await drafts.draft(prefix, round_.plan)
-    if offered.origin is DraftOrigin.AHEAD and not round_.available:
-        offered = replace(offered, origin=DraftOrigin.REDRAFT)
-    elif offered.origin is DraftOrigin.AHEAD and round_.was_rejected:
-        offered = replace(offered, origin=DraftOrigin.BRANCH)
-    round_.offered = offered
+
+
+async def _take_draft(round_: _Round, prefix: TokenPrefix, drafts: DraftSource) -> None:
+    """Wait for the round's draft as long as the plan says."""
+    if round_.plan.draft_length:
+        offered = await drafts.draft(prefix, round_.plan)
+        if offered.origin is DraftOrigin.AHEAD and not round_.available:
+            offered = replace(offered, origin=DraftOrigin.REDRAFT)
+        elif offered.origin is DraftOrigin.AHEAD and round_.was_rejected:
+            offered = replace(offered, origin=DraftOrigin.BRANCH)
+        round_.offered = offered
+    round_.draft_s = time.perf_counter()
 
 
 def _walk(
@@ -328,7 +401,7 @@ def _outcome(
         queue_s=rows.queue_time_s,
         step_sessions=rows.step_sessions,
         step_tokens=rows.step_tokens,
-        round_s=round_.verdict_s - round_.began_s,
+        round_s=round_.ended_s - round_.began_s - round_.client_s,
     )
 
 

@@ -149,12 +149,18 @@ class RemoteDrafts:
         """Drafted tokens that are there for the committed ones."""
         return self._store.available(prefix.digest(), max_length)
 
+    def is_ready(self, prefix: TokenPrefix, plan: RoundPlan) -> bool:
+        """Whether `draft` would wait for nothing now."""
+        digest = prefix.digest()
+        is_skipped = self._rounds_to_skip > 0 and not self._store.has_heard(digest)
+        return is_skipped or not self._is_short(digest, plan)
+
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> Draft | None:
         """The drafter's draft; empty if it has nothing to offer, None if it is gone, late, or not waited for."""
         digest = prefix.digest()
-        if self._store.arrival(digest) is not None:
+        if self._store.has_heard(digest):
             self._misses = self._rounds_to_skip = 0
-        if self._is_open and self._is_awaited and not self._is_enough(digest, plan):
+        if self._is_short(digest, plan):
             if self._rounds_to_skip:
                 self._rounds_to_skip -= 1
             else:
@@ -234,7 +240,9 @@ class RemoteDrafts:
             self._missing.append((digest, time.perf_counter()))
 
     def _measure(self, proposal: Proposal, now_s: float) -> None:
-        tokens = len(proposal.draft) + sum(len(branch.draft) for branch in proposal.branches)
+        tokens = len(proposal.draft.ids)
+        for branch in proposal.branches:
+            tokens += len(branch.draft.ids)
         self.received_tokens += tokens
         if self._meter is None:
             return
@@ -287,10 +295,15 @@ class RemoteDrafts:
 
     # ---- one round
 
+    def _is_short(self, digest: int, plan: RoundPlan) -> bool:
+        """Whether more is wanted, and a drafter is at it."""
+        return self._is_open and self._is_awaited and not self._is_enough(digest, plan)
+
     def _is_enough(self, digest: int, plan: RoundPlan) -> bool:
         """Whether the round begins with what is there; fewer tokens will do if no more are to come."""
-        enough = min(plan.enough_length, plan.draft_length, self._room)
-        return self._store.available(digest, enough) >= enough or self._store.is_complete(digest)
+        enough = min(plan.enough_length, plan.draft_length)
+        available = self._store.available(digest, enough)
+        return available >= enough or available >= self._room or self._store.is_complete(digest)
 
     @property
     def _room(self) -> int:
@@ -323,7 +336,7 @@ class RemoteDrafts:
 
     def _note_late(self, digest: int) -> None:
         """Short waits may well be in vain; a drafter that says nothing at all for long is not waited for again so soon."""
-        if self._store.arrival(digest) is not None:
+        if self._store.has_heard(digest):
             return
         self._is_hole = True
         if time.perf_counter() - self._heard_s >= _SILENT_S:
@@ -336,16 +349,17 @@ class RemoteDrafts:
         if not self._is_open:
             self._open(commit.prefix)
         self._send(
-            commit=drafter_pb.Commit(
-                base_length=commit.base_length,
-                committed_ids=commit.prefix.ids[self._sent_length :],
-                draft_length=commit.order.draft_length,
-                credit=commit.order.credit,
-                branches=commit.order.branches,
-                fan_out=commit.order.fan_out,
-                acceptance=commit.order.acceptance,
-                resend=self._is_hole,
-            )
+            # A mapping, not a message: that would be made first and then copied.
+            commit={
+                "base_length": commit.base_length,
+                "committed_ids": commit.prefix.ids[self._sent_length :],
+                "draft_length": commit.order.draft_length,
+                "credit": commit.order.credit,
+                "branches": commit.order.branches,
+                "fan_out": commit.order.fan_out,
+                "acceptance": commit.order.acceptance,
+                "resend": self._is_hole,
+            }
         )
         self._sent_length = commit.base_length
         self._is_hole = False

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import structlog
 
 from orchestrator.board import Replica
+from orchestrator.loop import TimedRows
 from orchestrator.pool import Seat
 from orchestrator.replica_client import PeerSession, TargetClient
 from paceline.errors import (
@@ -28,7 +29,7 @@ from paceline.errors import (
     TargetUnavailable,
 )
 from paceline.prefix import TokenPrefix
-from paceline.types import Draft, SessionSpec, VerdictRows
+from paceline.types import Draft, SessionSpec
 from paceline.v1 import session_pb2 as session_pb
 from paceline.v1 import target_service_pb2 as target_pb
 from paceline.wire import failure_from_proto, open_to_proto, verdict_from_proto
@@ -86,6 +87,17 @@ class _Trouble:
     late_replica_ids: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class _Question:
+    """A draft that a replica has been asked about."""
+
+    seat: Seat[TargetClient]
+    draft: Draft
+    base_length: int
+    asked_s: float
+    answer: asyncio.Future[TimedRows]
+
+
 class RemoteTarget:
     """One session at the targets (`loop.Target`).
 
@@ -111,56 +123,68 @@ class RemoteTarget:
         self._left_because = ""
         self._sent_length = 0  # committed tokens that the replica has been told
         self._has_verdict = False
-        self._pending: asyncio.Future[VerdictRows] | None = None
-        self._pending_base = 0
+        self._question: _Question | None = None  # until `verify` has had its answer
+        self._timer: asyncio.TimerHandle | None = None  # for the question that is open, or was when it was set
 
-    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+    def ask(self, prefix: TokenPrefix, draft: Draft) -> None:
+        """Send the draft at once where the session is held; `verify` then awaits that verdict, and asks elsewhere if there
+        is none."""
+        if self._seat is not None and self._is_open:
+            with contextlib.suppress(QueueFull):
+                self._ask(self._seat, prefix, draft)
+
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
         """Ask for a verdict, at another replica if this one is lost; opens the session first where it is not held.
 
         Raises `TargetUnavailable` if no replica gives one within the limits, and `QueueFull` if the session has no
         verdict yet and every replica is full.
         """
         trouble = _Trouble()
+        question = self._question
+        assert question is None or question.draft is draft, "what was asked ahead is what is verified next"
         while True:
-            seat = await self._take_seat(prefix, trouble)
+            seat = question.seat if question is not None else await self._take_seat(prefix, trouble)
             try:
-                rows = await self._ask(seat, prefix, draft)
+                question = question or self._ask(seat, prefix, draft)
+                return await question.answer
             except (SessionNotFound, LengthMismatch) as error:
                 self._open_again(error, trouble)
             except tuple(MOVES) as error:
                 await self._move(seat, error, trouble)
-            else:
-                self._has_verdict = True
-                self._seats.note_verdict(seat.replica)
-                if self._is_leaving:
-                    self._leave(MOVES[Draining])
-                return rows
+            finally:
+                question = self._question = None
 
     def close(self) -> None:
         """End the session where it is open, and give the seat back."""
         self._leave("")
+        if self._question is not None:  # nobody will come for the answer
+            self._question.answer.cancel()
+            self._question = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # ---- what the replica says
 
     def on_event(self, event: target_pb.TargetEvent) -> None:
-        pending = self._pending
-        if event.epoch != self._epoch or pending is None or pending.done():
+        question = self._question
+        if event.epoch != self._epoch or question is None or question.answer.done():
             self._count_stale()
         elif event.WhichOneof("event") == "failed":
-            pending.set_exception(failure_from_proto(event.failed))
-        elif event.verdict.base_length != self._pending_base:
+            self._fail(question, failure_from_proto(event.failed))
+        elif event.verdict.base_length != question.base_length:
             self._count_stale()
         else:
-            self._resolve(pending, event.verdict)
+            self._answer(question, event.verdict)
 
     def on_lost(self, reason: str) -> None:
         self._leave(MOVES[TargetUnavailable])
-        if self._pending is not None and not self._pending.done():
-            self._pending.set_exception(TargetUnavailable(f"The target is gone ({reason}); ask again in a moment."))
+        if self._question is not None and not self._question.answer.done():
+            self._fail(self._question, TargetUnavailable(f"The target is gone ({reason}); ask again in a moment."))
 
     def on_draining(self) -> None:
         """Leave now, or behind the verdict in flight: a client that reads slowly must not hold the replica up."""
-        if self._pending is None:
+        if self._question is None or self._question.answer.done():
             self._leave(MOVES[Draining])
         else:
             self._is_leaving = True
@@ -252,14 +276,12 @@ class RemoteTarget:
 
     # ---- one draft
 
-    async def _ask(self, seat: Seat[TargetClient], prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+    def _ask(self, seat: Seat[TargetClient], prefix: TokenPrefix, draft: Draft) -> _Question:
+        """Send the draft, behind an opening where that is needed. Raises `QueueFull`, and nothing has been asked."""
         if not self._is_open:
             self._open(seat, prefix)
         loop = asyncio.get_running_loop()
-        pending: asyncio.Future[VerdictRows] = loop.create_future()
-        self._pending = pending
-        self._pending_base = len(prefix)
-        late = loop.call_later(self._verify_deadline_s, self._on_late, pending)
+        self._question = question = _Question(seat, draft, len(prefix), time.perf_counter(), loop.create_future())
         try:
             seat.client.send(
                 self._command(
@@ -273,15 +295,49 @@ class RemoteTarget:
                     }
                 )
             )
-            self._sent_length = len(prefix)
-            return await pending
-        finally:
-            late.cancel()
-            self._pending = None
+        except QueueFull:
+            self._question = None
+            raise
+        self._sent_length = len(prefix)
+        if self._timer is None:
+            self._timer = loop.call_later(self._verify_deadline_s, self._on_time)
+        return question
 
-    def _on_late(self, pending: asyncio.Future[VerdictRows]) -> None:
-        if not pending.done():
-            pending.set_exception(DeadlineExceeded(f"The target gave no verdict within {self._verify_deadline_s:g} s."))
+    def _on_time(self) -> None:
+        """The time of some draft is used up: of the one that is being judged, or of one before it. Setting a timer for each
+        would be among the dearest things of a round."""
+        self._timer = None
+        question = self._question
+        if question is None or question.answer.done():
+            return
+        left_s = question.asked_s + self._verify_deadline_s - time.perf_counter()
+        if left_s > 0.0:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._on_time)
+        else:
+            limit = f"within {self._verify_deadline_s:g} s"
+            self._fail(question, DeadlineExceeded(f"The target gave no verdict {limit}."))
+
+    def _answer(self, question: _Question, message: target_pb.VerdictRows) -> None:
+        arrived_s = time.perf_counter()
+        try:
+            rows = verdict_from_proto(message, vocab_size=self._spec.vocab_size)
+        except PacelineError as error:
+            self._fail(question, error)
+            return
+        question.answer.set_result(TimedRows(rows, question.asked_s, arrived_s))
+        self._has_verdict = True
+        self._seats.note_verdict(question.seat.replica)
+        self._leave_if_due()
+
+    def _fail(self, question: _Question, error: PacelineError) -> None:
+        question.answer.set_exception(error)
+        # Whoever asked ahead may never come for it, and asyncio would say so in the log.
+        question.answer.exception()
+        self._leave_if_due()
+
+    def _leave_if_due(self) -> None:
+        if self._is_leaving:
+            self._leave(MOVES[Draining])
 
     def _budget_ms(self) -> int:
         budget_s = self._verify_deadline_s
@@ -302,12 +358,6 @@ class RemoteTarget:
         if trouble.reopenings >= MAX_REOPENINGS:
             raise TargetUnavailable("The target lost the session again and again; ask once more.") from error
         logger.warning("session opened again at the target", session_id=self._spec.session_id, why=error.message)
-
-    def _resolve(self, pending: asyncio.Future[VerdictRows], message: target_pb.VerdictRows) -> None:
-        try:
-            pending.set_result(verdict_from_proto(message, vocab_size=self._spec.vocab_size))
-        except PacelineError as error:
-            pending.set_exception(error)
 
     def _count_stale(self) -> None:
         if self._seat is not None:

@@ -16,7 +16,7 @@ from drafter_service.drafter import Drafter, DrafterEvent, Entry
 from drafter_service.method import DraftMethod
 from drafter_service.servicer import proposal_of
 from drafter_service.session import Commit
-from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan, TimedRows
+from orchestrator.loop import DraftOrder, OfferedDraft, RoundPlan, Target, TimedRows
 from orchestrator.proposals import ProposalStore
 from paceline.engine.block_pool import BlockPool, BlockTable
 from paceline.engine.interface import Extension
@@ -276,6 +276,30 @@ class UnhurriedTarget:
 
     def ask(self, prefix: TokenPrefix, draft: Draft) -> None:
         """It could not be sent at once."""
+
+
+class EagerTarget:
+    """A target that judges what it is asked ahead at once (`loop.Target`); any other, that never waits, does the work."""
+
+    def __init__(self, inner: Target) -> None:
+        self._inner = inner
+        self._ahead: TimedRows | None = None
+        self.asked_lengths: list[int] = []  # committed tokens under each draft that came ahead
+
+    def ask(self, prefix: TokenPrefix, draft: Draft) -> None:
+        assert self._ahead is None, "one round ahead, not two"
+        self.asked_lengths.append(len(prefix))
+        verifying = self._inner.verify(prefix, draft)
+        try:
+            verifying.send(None)
+        except StopIteration as done:
+            self._ahead = done.value
+        else:
+            raise AssertionError("the other one never waits")
+
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
+        ahead, self._ahead = self._ahead, None
+        return ahead if ahead is not None else await self._inner.verify(prefix, draft)
 
 
 class LocalTarget(UnhurriedTarget):

@@ -22,7 +22,7 @@ from orchestrator.pool import Seat
 from orchestrator.proposals import Arrival, ProposalStore
 from orchestrator.remote_drafts import RemoteDrafts, SeatTaker
 from orchestrator.stall import StallMeter
-from paceline.errors import Draining, LengthMismatch, PacelineError, PayloadInvalid, QueueFull
+from paceline.errors import Draining, LengthMismatch, PacelineError, PayloadInvalid, QueueFull, SessionNotFound
 from paceline.lookup.ngram import NgramIndex
 from paceline.prefix import TokenPrefix
 from paceline.sessions import Address, Open, SessionTable
@@ -57,6 +57,9 @@ class FakeRemote:
 
     def available(self, prefix: TokenPrefix, max_length: int) -> int:
         return min(max_length, len(self.answer or ()))
+
+    def is_ready(self, prefix: TokenPrefix, plan: RoundPlan) -> bool:
+        return self.answer is not None
 
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> Draft | None:
         self.heard.append(("draft", len(prefix), plan.draft_length, 0))
@@ -233,6 +236,41 @@ async def test_a_draft_that_is_there_is_given_at_once() -> None:
     assert drafts.continues(TokenPrefix((*NEW.ids, 5, 6)).digest())
     assert client.stale_items == 1
     assert client.kinds == [("open", 1), ("commit", 1)]
+
+
+async def test_a_draft_is_ready_exactly_when_nothing_would_be_waited_for() -> None:
+    """There is no drafter, enough is there, nothing more is to come, or a round asks for nothing: at any other time a
+    round waits."""
+    drafts = DraftsWithFallback(remote_drafts(), None)
+    assert drafts.is_ready(NEW, wanted(2))
+    assert NoDrafts().is_ready(NEW, wanted(2))
+    remote = remote_drafts(FakeClient())
+    drafts = DraftsWithFallback(remote, None)
+    drafts.commit(NEW, ORDER)
+    assert not drafts.is_ready(NEW, wanted(2))
+    assert drafts.is_ready(NEW, wanted(2, enough_length=0))
+    remote.on_event(proposed(5))
+    assert [drafts.is_ready(NEW, wanted(length)) for length in (1, 2)] == [True, False]
+    remote.on_event(failed(SessionNotFound("Open it again.")))
+    assert drafts.is_ready(NEW, wanted(2))
+
+
+async def test_a_round_that_is_not_to_wait_is_ready_until_something_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a drafter that was silent for long two rounds do not wait; to ask whether they would costs none of them."""
+    monkeypatch.setattr("orchestrator.remote_drafts._SILENT_S", 0.0)
+    for comes in (False, True):
+        drafts = remote_drafts(FakeClient())
+        drafts.commit(NEW, ORDER)
+        assert await drafts.draft(NEW, wanted(2, patience_s=0.0)) is None
+        if comes:
+            drafts.on_event(proposed(5))
+            assert not drafts.is_ready(NEW, wanted(2))
+            continue
+        for _ in range(2):
+            assert drafts.is_ready(NEW, wanted(2))
+            assert drafts.is_ready(NEW, wanted(2))
+            assert await asyncio.wait_for(drafts.draft(NEW, wanted(2)), 5) is None
+        assert not drafts.is_ready(NEW, wanted(2))
 
 
 async def test_a_session_that_the_drafter_lost_is_opened_again_from_its_tokens() -> None:

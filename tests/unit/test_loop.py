@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from drafter_service.methods.draft_model import DraftModelMethod
 from orchestrator.fixed_planner import FixedPlanner
-from orchestrator.loop import DraftOrder, DraftSource, OfferedDraft, RoundPlan, RoundResult, Target, run_session
+from orchestrator.loop import (
+    DraftOrder,
+    DraftSource,
+    OfferedDraft,
+    RoundPlan,
+    RoundReport,
+    RoundResult,
+    Target,
+    TimedRows,
+    run_session,
+)
 from paceline import noise
 from paceline.errors import PacelineError, PayloadInvalid, TargetUnavailable
 from paceline.generation import Schedule
@@ -41,14 +51,17 @@ from tests.exactness.chi_square import SIGNIFICANCE
 from tests.fakes import (
     CountingOutput,
     Delivered,
+    EagerTarget,
     FakeCache,
     FakeModel,
     LocalDrafts,
     LocalTarget,
+    UnhurriedTarget,
     hashed_logits,
     markov_logits,
     spec_of,
     target_alone,
+    timed,
 )
 
 VOCAB_SIZE = 10
@@ -77,19 +90,19 @@ def alone(count: int, *, stop: int | None = None) -> list[int]:
 
 
 @dataclass
-class MatchingTarget:
+class MatchingTarget(UnhurriedTarget):
     """Answers as under `greedy` and `coupled`: its own token on every row, up to the first that ends the draft."""
 
     fails_at: int | None = None
     asked: list[tuple[tuple[int, ...], Draft]] = field(default_factory=list)
 
-    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
         if len(self.asked) == self.fails_at:
             raise TargetUnavailable("The target is gone; ask again in a moment.")
         self.asked.append((tuple(prefix.ids), draft))
         own = [own_token([*prefix.ids, *draft.ids[:length]]) for length in range(len(draft) + 1)]
         rows = [Row(token_id) for token_id in own[: kept_length(own, draft.ids) + 1]]
-        return VerdictRows(base_length=len(prefix), rows=tuple(rows), step_time_s=STEP_TIME_S)
+        return timed(VerdictRows(base_length=len(prefix), rows=tuple(rows), step_time_s=STEP_TIME_S))
 
 
 def kept_length(own: Sequence[int], drafted: Sequence[int]) -> int:
@@ -97,7 +110,7 @@ def kept_length(own: Sequence[int], drafted: Sequence[int]) -> int:
 
 
 @dataclass
-class RatioTarget:
+class RatioTarget(UnhurriedTarget):
     """Answers as under `rejection`: keeps as much of each draft as `choose_kept` says of its length."""
 
     choose_kept: Callable[[int], int]
@@ -105,14 +118,14 @@ class RatioTarget:
     bonus: int | None = None  # behind a draft, if it is to differ
     asked: list[tuple[tuple[int, ...], Draft]] = field(default_factory=list)
 
-    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
         self.asked.append((tuple(prefix.ids), draft))
         kept = self.choose_kept(len(draft)) if draft.ids else 0
         # A ratio of 1 is always accepted and one of 0 never, whatever the uniform.
         rows = [Row(self.next_token, 1.0)] * kept
         bonus = self.next_token if self.bonus is None or not draft.ids else self.bonus
         rows.append(Row(bonus) if kept == len(draft) else Row(self.next_token, 0.0))
-        return VerdictRows(base_length=len(prefix), rows=tuple(rows), step_time_s=STEP_TIME_S)
+        return timed(VerdictRows(base_length=len(prefix), rows=tuple(rows), step_time_s=STEP_TIME_S))
 
 
 @dataclass
@@ -121,6 +134,7 @@ class ScriptedDrafts:
 
     offer: Callable[[TokenPrefix, int], OfferedDraft]
     has_next: Callable[[], bool] = lambda: False
+    is_there: bool = True  # before anybody waits for it
     commits: list[tuple[int, int, int]] = field(default_factory=list)
     asked: list[tuple[int, int]] = field(default_factory=list)
     offered: list[OfferedDraft] = field(default_factory=list)
@@ -131,6 +145,9 @@ class ScriptedDrafts:
 
     def available(self, prefix: TokenPrefix, max_length: int) -> int:
         return max_length
+
+    def is_ready(self, prefix: TokenPrefix, plan: RoundPlan) -> bool:
+        return self.is_there
 
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
         self.asked.append((len(prefix), plan.draft_length))
@@ -261,6 +278,7 @@ def test_the_longest_draft_stays_within_what_the_protocol_allows() -> None:
     draft_length=st.integers(0, 6),
     max_tokens=st.integers(1, 25),
     stop=st.none() | st.integers(0, VOCAB_SIZE - 1),
+    is_ready=st.sampled_from([False, True]),
     drawn=st.randoms(use_true_random=False),
 )
 def test_any_drafts_give_the_text_of_the_target_alone(
@@ -269,10 +287,12 @@ def test_any_drafts_give_the_text_of_the_target_alone(
     draft_length: int,
     max_tokens: int,
     stop: int | None,
+    is_ready: bool,
     drawn: random.Random,
 ) -> None:
-    """150 drawn sessions with drafts of any length, right up to a random place or throughout, and with any answer to
-    whether there is more: the same tokens; origins and counts follow from what the target was asked (C26, C27)."""
+    """150 drawn sessions with drafts of any length, right up to a random place or throughout, there at once or not, and
+    with any answer to whether there is more: the same tokens; origins and counts follow from what the target was asked
+    (C26, C27)."""
 
     def offer(prefix: TokenPrefix, max_length: int) -> OfferedDraft:
         ids = list(prefix.ids)
@@ -283,11 +303,11 @@ def test_any_drafts_give_the_text_of_the_target_alone(
             return OfferedDraft()
         return OfferedDraft(draft, DraftOrigin.FALLBACK if drawn.random() < 0.3 else DraftOrigin.AHEAD)
 
-    target, drafts = MatchingTarget(), ScriptedDrafts(offer, lambda: drawn.random() < 0.5)
+    target, drafts = MatchingTarget(), ScriptedDrafts(offer, lambda: drawn.random() < 0.5, is_there=is_ready)
     given = asyncio.run(
         answer(
             spec(rule),
-            target=target,
+            target=EagerTarget(target),
             drafts=drafts,
             schedule=schedule,
             draft_length=draft_length,
@@ -388,8 +408,8 @@ async def test_rows_that_do_not_fit_the_draft_are_an_error() -> None:
     """A target that answers with nonsense ends the session, not the process (C10)."""
 
     class Silent(MatchingTarget):
-        async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
-            return VerdictRows(base_length=len(prefix), rows=())
+        async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
+            return timed(VerdictRows(base_length=len(prefix), rows=()))
 
     given = await answer(spec(VerificationRule.COUPLED), target=Silent(), drafts=fixed_drafts())
     assert isinstance(given.error, PayloadInvalid)
@@ -634,6 +654,7 @@ async def markov_answers(
     branches: int = 0,
     fewest_steps: int = 0,
     sessions: int = SESSIONS,
+    is_eager: bool = False,
 ) -> list[list[int]]:
     """Answers of two Markov chains as target and drafter under `rejection`, one a seed, with random timing: while a
     draft is judged the drafter takes `fewest_steps` or more."""
@@ -652,7 +673,7 @@ async def markov_answers(
         target = LocalTarget(FakeModel(markov_logits(TARGET_ROWS), vocab_size=4), session_spec, meanwhile=meanwhile)
         given = await answer(
             session_spec,
-            target=target,
+            target=EagerTarget(target) if is_eager else target,
             drafts=drafts,
             draft_length=draft_length,
             branches=branches,
@@ -684,12 +705,12 @@ def p_value(answers: list[list[int]], *, known: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-@pytest.mark.parametrize(("draft_length", "branches"), [(1, 0), (3, 0), (3, 6)])
-async def test_the_answers_follow_the_targets_law(draft_length: int, branches: int) -> None:
-    """6,000 tokens of two Markov chains under `rejection`, pipelined, with branches and without, at random timings: single
-    transitions (12 degrees of freedom) and pairs of them (48). With fixed seeds the outcome never changes; had they been
+@pytest.mark.parametrize(("draft_length", "branches", "is_eager"), [(1, 0, True), (3, 0, False), (3, 6, True)])
+async def test_the_answers_follow_the_targets_law(draft_length: int, branches: int, is_eager: bool) -> None:
+    """6,000 tokens of two Markov chains under `rejection`, pipelined, with branches and without, at random timings, with
+    verdicts that are asked for ahead where the draft is there, and with none: single transitions (12 degrees of freedom) and pairs of them (48). With fixed seeds the outcome never changes; had they been
     drawn afresh, the odds of a false alarm would be 1e-4 for each of the two."""
-    answers = await markov_answers(draft_length=draft_length, branches=branches)
+    answers = await markov_answers(draft_length=draft_length, branches=branches, is_eager=is_eager)
     assert p_value(answers, known=1) > SIGNIFICANCE
     assert p_value(answers, known=2) > SIGNIFICANCE
 
@@ -727,23 +748,167 @@ async def test_the_pair_test_sees_noise_that_stands_still(monkeypatch: pytest.Mo
     assert p_value(answers, known=2) < SIGNIFICANCE / 100
 
 
+# ---- what is asked ahead --------------------------------------------------------------------------------------------
+
+
+def session_of(
+    target: Target, drafts: DraftSource, *, max_tokens: int = 20, draft_length: int = 2, **kept: Any
+) -> AsyncIterator[RoundResult[Delivered]]:
+    """A session read round by round."""
+    return run_session(
+        spec(VerificationRule.COUPLED),
+        PROMPT,
+        FixedPlanner(schedule=Schedule.PIPELINED if draft_length else Schedule.PLAIN, draft_length=draft_length),
+        target=target,
+        drafts=drafts,
+        output=CountingOutput(max_tokens),
+        stats=SpeculationStats(),
+        **kept,
+    )
+
+
+@pytest.mark.parametrize("draft_length", [0, 2])
+async def test_the_next_verdict_is_asked_for_before_the_client_has_its_tokens(draft_length: int) -> None:
+    """One round ahead, with or without a draft: a client that reads no further has the target do no more."""
+    target = EagerTarget(MatchingTarget())
+    rounds = session_of(
+        target, ScriptedDrafts(lambda prefix, _: OfferedDraft(Draft((0, 0)))), draft_length=draft_length
+    )
+    lengths = [len(PROMPT)]
+    for number in range(1, 4):
+        lengths.append(lengths[-1] + len((await anext(rounds)).delivery.token_ids))
+        assert target.asked_lengths == lengths[1:]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(target.asked_lengths) == number
+
+
+async def test_nothing_is_asked_behind_the_end_of_the_answer() -> None:
+    """Nor before a draft is there that the round would wait for: then the client has its tokens first."""
+    target = EagerTarget(MatchingTarget())
+    assert len([result async for result in session_of(target, fixed_drafts(), max_tokens=3, draft_length=0)]) == 3
+    assert target.asked_lengths == [4, 5]
+    late = ScriptedDrafts(lambda prefix, _: OfferedDraft(Draft(tuple(next_own(prefix, 2)))), is_there=False)
+    target = EagerTarget(MatchingTarget())
+    rounds = session_of(target, late, max_tokens=6)
+    await anext(rounds)
+    assert late.asked == []
+    await anext(rounds)
+    assert [length for length, _ in late.asked] == [4]
+    await anext(rounds)  # one token is left, for which no draft is worth waiting
+    assert target.asked_lengths == []
+
+
+@dataclass
+class Clock:
+    """The time of the loop and of its target; moved by the test."""
+
+    now_s: float = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class TimedTarget:
+    """Takes two seconds for a verdict from when it is asked, ahead or not; what it is asked ahead `is_lost` before it is
+    waited for, or not."""
+
+    clock: Clock
+    is_lost: bool = False
+    ahead_s: float | None = None
+    inner: MatchingTarget = field(default_factory=MatchingTarget)
+
+    def ask(self, prefix: TokenPrefix, draft: Draft) -> None:
+        self.ahead_s = None if self.is_lost else self.clock.now_s
+
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
+        asked_s = self.clock.now_s if self.ahead_s is None else self.ahead_s
+        self.ahead_s = None
+        self.clock.now_s = max(self.clock.now_s, asked_s + 2.0)
+        return TimedRows((await self.inner.verify(prefix, draft)).rows, asked_s, asked_s + 2.0)
+
+
+@dataclass
+class SlowDrafts(ScriptedDrafts):
+    """Half a second passes before a draft is there that is waited for."""
+
+    clock: Clock = field(default_factory=Clock)
+
+    async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
+        self.clock.now_s += 0.0 if self.is_there else 0.5
+        return await ScriptedDrafts.draft(self, prefix, plan)
+
+
+class Notes:
+    """The rounds that a session tells of (`loop.Observer`)."""
+
+    def __init__(self) -> None:
+        self.reports: list[RoundReport] = []
+
+    def on_round(self, round_: RoundReport) -> None:
+        self.reports.append(round_)
+
+
+@pytest.mark.parametrize("client_s", [0.0, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize(("is_there", "is_lost"), [(True, False), (True, True), (False, False)])
+async def test_the_time_that_a_client_takes_is_no_rounds(
+    client_s: float, is_there: bool, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it lies before the target is asked, while that judges, behind the verdict, or before the target is asked
+    again because what was asked ahead came to nothing. A round lasts as long as its wait and its verdict, and the
+    verdict came when it came."""
+    clock, notes = Clock(), Notes()
+    monkeypatch.setattr("orchestrator.loop.time", clock)
+    drafts = SlowDrafts(lambda prefix, _: OfferedDraft(Draft((0, 0))), is_there=is_there, clock=clock)
+    rounds = session_of(TimedTarget(clock, is_lost=is_lost), drafts, draft_length=2, observer=notes)
+    handed_over_s = []
+    for _ in range(4):
+        await anext(rounds)
+        handed_over_s.append(clock.now_s)
+        clock.now_s += client_s
+    waited_s = 0.0 if is_there else 0.5
+    for report, left_s in zip(notes.reports[1:], handed_over_s, strict=False):
+        outcome = report.outcome
+        assert (outcome.waited_s, outcome.verify_s, outcome.round_s) == (waited_s, 2.0, waited_s + 2.0)
+        came_s = left_s + 2.0 + (0.0 if is_there and not is_lost else client_s + waited_s)
+        assert (report.began_s, report.draft_s, report.verdict_s) == (came_s - 2.0 - waited_s, came_s - 2.0, came_s)
+
+
+async def test_what_the_loop_is_late_to_deal_with_counts_as_the_rounds_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict that waits while other sessions have their turn, and not for the client, has not made the round shorter."""
+    clock, notes = Clock(), Notes()
+    monkeypatch.setattr("orchestrator.loop.time", clock)
+
+    class Busy(TimedTarget):
+        async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
+            judged = await TimedTarget.verify(self, prefix, draft)
+            self.clock.now_s += 0.25
+            return judged
+
+    rounds = session_of(Busy(clock), fixed_drafts(), draft_length=0, observer=notes)
+    for _ in range(3):
+        await anext(rounds)
+    assert [(report.outcome.verify_s, report.outcome.round_s) for report in notes.reports] == [(2.0, 2.25)] * 3
+
+
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class DescribingTarget:
+class DescribingTarget(UnhurriedTarget):
     """Another target's rows with made-up log-probabilities, each token's its own: -id where sampled, -id - 100 where
     drafted, and the length of the prefix behind the most probable one."""
 
     target: Target
 
-    async def verify(self, prefix: TokenPrefix, draft: Draft) -> VerdictRows:
-        verdict = await self.target.verify(prefix, draft)
+    async def verify(self, prefix: TokenPrefix, draft: Draft) -> TimedRows:
+        judged = await self.target.verify(prefix, draft)
         described = [
             replace(row, logprobs=self._describe(row, len(prefix) + index, draft.ids[index : index + 1]))
-            for index, row in enumerate(verdict.rows)
+            for index, row in enumerate(judged.rows.rows)
         ]
-        return replace(verdict, rows=tuple(described))
+        return replace(judged, rows=replace(judged.rows, rows=tuple(described)))
 
     def _describe(self, row: Row, position: int, drafted: Sequence[int]) -> RowLogprobs:
         drafted_logprob = None if row.ratio is None else -100.0 - drafted[0]

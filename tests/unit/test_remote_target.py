@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from orchestrator.board import Replica
+from orchestrator.loop import TimedRows
 from orchestrator.pool import Seat
 from orchestrator.remote_target import FailoverLimits, RemoteTarget
 from orchestrator.replica_client import PeerSession, TargetClient
@@ -173,9 +175,9 @@ def session_at(
     )
 
 
-async def in_time(verifying: Coroutine[Any, Any, VerdictRows]) -> VerdictRows:
+async def in_time(verifying: Coroutine[Any, Any, TimedRows]) -> VerdictRows:
     async with asyncio.timeout(5):
-        return await verifying
+        return (await verifying).rows
 
 
 async def test_a_session_opens_once_and_then_tells_only_what_is_new() -> None:
@@ -384,3 +386,153 @@ async def test_a_replica_that_cannot_be_connected_is_passed_over() -> None:
     await in_time(session_at(seats).verify(TokenPrefix(PROMPT), DRAFT))
     assert [lease.releases for lease in seats.leases] == [1, 0]
     assert seats.moves == []
+
+
+# ---- asked ahead ----------------------------------------------------------------------------------------------------
+
+
+async def asked_ahead(*answers: Answer, others: Sequence[FakeClient] = (), **limits: Any) -> Ahead:
+    """A session that has its first verdict, and asks for the next one ahead of time; that is answered as told."""
+    client = FakeClient("a", [judges, *answers])
+    seats = FakeSeats(client, *others)
+    session, prefix = session_at(seats, **limits), TokenPrefix(PROMPT)
+    await in_time(session.verify(prefix, Draft()))
+    prefix.extend([7])
+    session.ask(prefix, DRAFT)
+    assert client.kinds == [("open", 1), ("verify", 1), ("verify", 1)]
+    return Ahead(client, seats, session, prefix)
+
+
+@dataclass
+class Ahead:
+    client: FakeClient
+    seats: FakeSeats
+    session: RemoteTarget
+    prefix: TokenPrefix
+
+
+async def test_a_draft_asked_ahead_is_judged_once_and_its_verdict_keeps_its_moment() -> None:
+    """Whenever somebody comes for it: the time in between is not the target's."""
+    before_s = time.perf_counter()
+    ahead = await asked_ahead()
+    asked_s = time.perf_counter()
+    await asyncio.sleep(0)  # the verdict comes
+    arrived_s = time.perf_counter()
+    judged = await ahead.session.verify(ahead.prefix, DRAFT)
+    assert judged.rows.base_length == 5
+    assert before_s < judged.asked_s <= asked_s <= judged.arrived_s <= arrived_s
+    assert len(ahead.client.sent) == 3
+    assert list(ahead.client.sent[2].verify.committed_ids) == [7]
+    ahead.prefix.extend([7])
+    await in_time(ahead.session.verify(ahead.prefix, Draft()))
+    assert list(ahead.client.sent[3].verify.committed_ids) == [7]
+
+
+async def test_a_verdict_asked_ahead_may_come_while_it_is_waited_for() -> None:
+    ahead = await asked_ahead()
+    assert (await in_time(ahead.session.verify(ahead.prefix, DRAFT))).rows == (Row(7),)
+    assert len(ahead.client.sent) == 3
+
+
+MOVING = [is_lost, fails_with(Draining("About to stop.")), fails_with(QueueFull("No room.")), stays_silent]
+
+
+@pytest.mark.parametrize("answer", MOVING)
+@pytest.mark.parametrize("comes_first", [False, True])
+async def test_what_was_asked_ahead_in_vain_is_asked_at_another_replica(answer: Answer, comes_first: bool) -> None:
+    """The same draft, from all committed tokens, under a higher epoch, whether the trouble came before somebody waited for
+    the verdict or while he did. When it was asked is told as it was there."""
+    other = FakeClient("b")
+    ahead = await asked_ahead(answer, others=[other], verify_deadline_s=0.05, timeout_s=1.0)
+    if comes_first:
+        await asyncio.sleep(0.1)
+    waited_s = time.perf_counter()
+    judged = await ahead.session.verify(ahead.prefix, DRAFT)
+    assert judged.rows.base_length == 5
+    assert judged.asked_s >= waited_s
+    assert other.kinds == [("open", 2), ("verify", 2)]
+    assert list(other.sent[0].open.committed_ids) == [*PROMPT, 7]
+    assert list(other.sent[1].verify.draft_ids) == [5, 6]
+    assert len(ahead.seats.moves) == ahead.seats.held == 1
+
+
+async def test_a_session_that_was_lost_under_what_was_asked_ahead_is_opened_again() -> None:
+    """At the same seat, as for any other draft."""
+    ahead = await asked_ahead(fails_with(SessionNotFound("Open it again.")))
+    await asyncio.sleep(0)
+    await in_time(ahead.session.verify(ahead.prefix, DRAFT))
+    assert ahead.client.kinds[3:] == [("open", 2), ("verify", 2)]
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+async def test_a_draining_replica_does_not_wait_until_somebody_comes_for_what_was_asked_ahead(
+    is_answered: bool,
+) -> None:
+    """The place is given back with the verdict, or at once where that is here; and the verdict counts."""
+    ahead = await asked_ahead(others=[FakeClient("b")])
+    if is_answered:
+        await asyncio.sleep(0)
+    ahead.session.on_draining()
+    assert ahead.seats.held == (0 if is_answered else 1)
+    await asyncio.sleep(0)
+    assert ahead.seats.held == 0
+    assert ahead.client.kinds[3:] == [("close", 1)]
+    assert (await in_time(ahead.session.verify(ahead.prefix, DRAFT))).base_length == 5
+    assert ahead.seats.moves == []
+    ahead.prefix.extend([7])
+    await in_time(ahead.session.verify(ahead.prefix, DRAFT))
+    assert ahead.seats.moves == ["draining"]
+
+
+@pytest.mark.parametrize("answer", [judges, stays_silent, is_lost, fails_with(SessionNotFound("Open it again."))])
+async def test_nobody_has_to_come_for_what_was_asked_ahead(answer: Answer) -> None:
+    """The client may leave: the place is given back, and neither a verdict nor an error that is still to come troubles
+    anybody."""
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+    ahead = await asked_ahead(answer)
+    await asyncio.sleep(0)
+    ahead.session.close()
+    assert ahead.seats.held == 0
+    verdict = verdict_event(ahead.client.sent[2])
+    ahead.session.on_event(verdict)
+    del ahead
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
+
+
+async def test_what_cannot_be_sent_ahead_is_sent_when_it_is_waited_for() -> None:
+    """Without a seat, at a seat that was lost, and where the replica does not read; none of it is an error."""
+    client, prefix = FakeClient("a"), TokenPrefix(PROMPT)
+    session = session_at(FakeSeats(client, FakeClient("b")))
+    session.ask(prefix, DRAFT)
+    assert client.sent == []
+    await in_time(session.verify(prefix, DRAFT))
+    client.lose()
+    session.ask(prefix, DRAFT)
+    assert client.kinds == [("open", 1), ("verify", 1), ("close", 1)]
+    await in_time(session.verify(prefix, DRAFT))
+
+    def reads_not(client: FakeClient, command: target_pb.TargetCommand) -> None:
+        raise QueueFull("The peer does not read its stream.")
+
+    client = FakeClient("a", [judges, reads_not])
+    session = session_at(FakeSeats(client))
+    await in_time(session.verify(prefix, DRAFT))
+    prefix.extend([7])
+    session.ask(prefix, DRAFT)
+    await in_time(session.verify(prefix, DRAFT))
+    assert list(client.sent[-1].verify.committed_ids) == [7]
+
+
+async def test_each_draft_has_the_whole_time_to_be_judged() -> None:
+    """One timer serves them all: it runs from the first, and the second is late by its own time."""
+    seats = FakeSeats(FakeClient("a", [judges, stays_silent]), FakeClient("b"))
+    session, prefix = session_at(seats, verify_deadline_s=0.2), TokenPrefix(PROMPT)
+    await in_time(session.verify(prefix, Draft()))
+    await asyncio.sleep(0.15)
+    asked_s = time.perf_counter()
+    await in_time(session.verify(prefix, DRAFT))
+    assert time.perf_counter() - asked_s >= 0.2
+    assert seats.moves == ["late"]
