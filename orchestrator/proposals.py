@@ -8,6 +8,7 @@ of a branch are all one look-up: what continues exactly the tokens committed now
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from paceline.prefix import extend_digest
 from paceline.types import Branch, Draft, Proposal
@@ -22,15 +23,16 @@ class Arrival:
     draft_steps: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Run:
-    """Tokens that continue one another. `digests[i]` is that of the prefix with the first i of them."""
+    """Tokens that continue one another, never changed. `digests[i]` is that of the prefix with the first i of them."""
 
     draft: Draft
     base_length: int
-    digests: tuple[int, ...]  # one more than tokens
+    digests: list[int]  # one more than tokens
     is_branch: bool
-    arrival: Arrival
+    arrived_s: float
+    proposal: Proposal  # that it came with
 
     def is_alive(self, committed_length: int, committed_digest: int) -> bool:
         """Whether it may still continue what is committed: it leads through it, or begins behind it."""
@@ -67,14 +69,14 @@ class ProposalStore:
         "Nothing to offer" is an empty draft for the committed tokens alone: behind drafted ones it says that no more is to
         come, until the next commit, for then the drafter knows more.
         """
-        arrival = Arrival(now_s, proposal.draft_time_s, proposal.draft_steps)
         has_nothing = not proposal.draft.ids and not proposal.branches
         if proposal.draft.ids or (has_nothing and proposal.base_length == self._committed_length):
-            self._add_run(proposal.base_length, proposal.prefix_digest, proposal.draft, arrival, is_branch=False)
+            self._add_run(proposal, proposal, now_s, is_branch=False)
         elif has_nothing:
             self._ends.add(proposal.prefix_digest)
         for branch in proposal.branches:
-            self._add_branch(branch, arrival)
+            if branch.draft.ids and branch.base_length + len(branch.draft) > self._committed_length:
+                self._add_run(branch, proposal, now_s, is_branch=True)
         while len(self._runs) > self._max_runs or self._tokens > self._max_tokens:
             self._make_room()
 
@@ -111,7 +113,14 @@ class ProposalStore:
     def arrival(self, digest: int) -> Arrival | None:
         """Of the first tokens that `find` gives."""
         found = self._by_prefix.get(digest)
-        return None if found is None else found[0].arrival
+        if found is None:
+            return None
+        run, _ = found
+        return Arrival(run.arrived_s, run.proposal.draft_time_s, run.proposal.draft_steps)
+
+    def has_heard(self, digest: int) -> bool:
+        """Whether anything has arrived for the prefix with that digest, if only that there is nothing to offer."""
+        return digest in self._by_prefix
 
     def is_complete(self, digest: int) -> bool:
         """Whether the drafter has said that nothing is to come behind what `find` gives."""
@@ -144,24 +153,16 @@ class ProposalStore:
         self._ends.clear()
         self._tokens = 0
 
-    def _add_branch(self, branch: Branch, arrival: Arrival) -> None:
-        if branch.draft.ids and branch.base_length + len(branch.draft) > self._committed_length:
-            self._add_run(branch.base_length, branch.prefix_digest, branch.draft, arrival, is_branch=True)
-
-    def _add_run(
-        self, base_length: int, prefix_digest: int, draft: Draft, arrival: Arrival, *, is_branch: bool
-    ) -> None:
-        digests = [prefix_digest]
-        for token_id in draft.ids:
-            digests.append(extend_digest(digests[-1], token_id))
-        run = _Run(draft, base_length, tuple(digests), is_branch, arrival)
-        found = [
-            self._by_prefix.setdefault(digest, (run, offset)) for offset, digest in enumerate(digests[:-1] or digests)
-        ]
+    def _add_run(self, drafted: Proposal | Branch, proposal: Proposal, now_s: float, *, is_branch: bool) -> None:
+        digests = list(accumulate(drafted.draft.ids, extend_digest, initial=drafted.prefix_digest))
+        run = _Run(drafted.draft, drafted.base_length, digests, is_branch, now_s, proposal)
+        leads_on = False
+        for offset, digest in enumerate(digests[:-1] or digests):
+            leads_on |= self._by_prefix.setdefault(digest, (run, offset))[0] is run
         # What was sent again may all be here: it would take up room, and not be found even when the older run is gone.
-        if any(other is run for other, _ in found):
+        if leads_on:
             self._runs.append(run)
-            self._tokens += len(draft)
+            self._tokens += len(drafted.draft.ids)
 
     def _make_room(self) -> None:
         branches = [run for run in self._runs if run.is_branch] or self._runs

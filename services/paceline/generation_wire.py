@@ -6,7 +6,7 @@ Light: clients import it, so it loads no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import InvalidRequest, PayloadInvalid
 from paceline.generation import (
@@ -185,15 +185,16 @@ def event_to_proto(event: Event) -> generation_pb.GenerateResponse:
             )
             return generation_pb.GenerateResponse(started=started)
         case Delta():
-            delta = generation_pb.Delta(
-                text=event.text,
-                token_ids=event.token_ids,
-                origins=[_ORIGIN_TO_PROTO[origin] for origin in event.origins],
-                pieces=event.pieces,
-                logprobs=[_logprobs_to_proto(entry) for entry in event.logprobs],
-                choice=event.choice,
-            )
-            return generation_pb.GenerateResponse(delta=delta)
+            # A mapping, not a message, which would be made first and then copied: this is done for every round.
+            fields: Any = {
+                "text": event.text,
+                "token_ids": event.token_ids,
+                "origins": [_ORIGIN_TO_PROTO[origin] for origin in event.origins],
+                "pieces": event.pieces,
+                "logprobs": [_logprobs_to_proto(entry) for entry in event.logprobs],
+                "choice": event.choice,
+            }
+            return generation_pb.GenerateResponse(delta=fields)
         case Finished():
             finished = generation_pb.Finished(
                 finish_reason=_FINISH_REASON_TO_PROTO[event.finish_reason],
@@ -397,6 +398,7 @@ def deployment_status_to_proto(status: DeploymentStatus) -> generation_pb.GetPoo
             stall_fraction=status.orchestrator.stall_fraction,
             replica_id=status.orchestrator.replica_id,
             node_id=status.orchestrator.node_id,
+            waiting_requests=status.orchestrator.waiting_requests,
         ),
     )
 
@@ -418,6 +420,7 @@ def deployment_status_from_proto(message: generation_pb.GetPoolStatusResponse) -
             stall_fraction=orchestrator.stall_fraction if orchestrator.HasField("stall_fraction") else None,
             replica_id=orchestrator.replica_id,
             node_id=orchestrator.node_id,
+            waiting_requests=orchestrator.waiting_requests,
         ),
     )
 

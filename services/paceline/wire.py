@@ -243,15 +243,16 @@ def proposal_to_proto(proposal: Proposal) -> drafter_pb.Proposal:
 def proposal_from_proto(message: drafter_pb.Proposal, *, vocab_size: int) -> Proposal:
     """Raises `PayloadInvalid` for ids outside the target's vocabulary, a wrong number of distributions, too many branches
     or an empty one."""
-    if len(message.branches) > MAX_BRANCHES:
-        raise PayloadInvalid(f"A proposal holds at most {MAX_BRANCHES} branches, not {len(message.branches)}.")
+    branches = message.branches
+    if len(branches) > MAX_BRANCHES:
+        raise PayloadInvalid(f"A proposal holds at most {MAX_BRANCHES} branches, not {len(branches)}.")
     return Proposal(
         base_length=message.base_length,
         prefix_digest=message.prefix_digest,
         draft=draft_from_proto(message.draft_ids, message.draft_distributions, vocab_size=vocab_size),
         draft_time_s=message.draft_time_us / _MICROSECONDS,
         draft_steps=message.draft_steps,
-        branches=tuple(_branch_from_proto(branch, vocab_size=vocab_size) for branch in message.branches),
+        branches=tuple([_branch_from_proto(branch, vocab_size=vocab_size) for branch in branches]),
     )
 
 
@@ -292,17 +293,18 @@ def verdict_to_proto(verdict: VerdictRows) -> target_pb.VerdictRows:
 def verdict_from_proto(message: target_pb.VerdictRows, *, vocab_size: int) -> VerdictRows:
     """Raises `PayloadInvalid` for ids outside the vocabulary, or a wrong number of ratios or log-probabilities."""
     ids = check_ids(message.token_ids, vocab_size=vocab_size, what="The verdict's rows")
-    if len(message.ratios) > len(ids):
-        raise PayloadInvalid(f"A verdict of {len(ids)} rows cannot carry {len(message.ratios)} ratios.")
-    if len(message.logprobs) not in (0, len(ids)):
-        raise PayloadInvalid(f"A verdict of {len(ids)} rows cannot carry {len(message.logprobs)} log-probabilities.")
-    ratios: list[float | None] = [*message.ratios, *([None] * (len(ids) - len(message.ratios)))]
-    logprobs: list[RowLogprobs | None] = [None] * len(ids)
-    if message.logprobs:
-        logprobs = [_logprobs_from_proto(row, vocab_size=vocab_size) for row in message.logprobs]
+    ratios, logprobs = message.ratios, message.logprobs
+    if len(ratios) > len(ids):
+        raise PayloadInvalid(f"A verdict of {len(ids)} rows cannot carry {len(ratios)} ratios.")
+    if len(logprobs) not in (0, len(ids)):
+        raise PayloadInvalid(f"A verdict of {len(ids)} rows cannot carry {len(logprobs)} log-probabilities.")
+    row_ratios: list[float | None] = [*ratios, *([None] * (len(ids) - len(ratios)))]
+    row_logprobs: list[RowLogprobs | None] = [None] * len(ids)
+    if logprobs:
+        row_logprobs = [_logprobs_from_proto(row, vocab_size=vocab_size) for row in logprobs]
     return VerdictRows(
         base_length=message.base_length,
-        rows=tuple(map(Row, ids, ratios, logprobs)),
+        rows=tuple(map(Row, ids, row_ratios, row_logprobs)),
         step_time_s=message.step_time_us / _MICROSECONDS,
         queue_time_s=message.queue_time_us / _MICROSECONDS,
         step_sessions=message.step_sessions,
