@@ -24,8 +24,9 @@ class RoundRecord:
     """One round of one session, as its orchestrator saw it.
 
     Moments are seconds of the orchestrator's monotonic clock (`time.perf_counter`); `began_s`, `draft_s`, `verdict_s` and
-    `ended_s` come in this order. The next round begins when the client has taken what this one gave, so what lies between
-    `ended_s` and the next `began_s` is the client's. Durations are those that target and drafter measured themselves.
+    `ended_s` come in this order. A round that the target was not asked for ahead begins when the client has taken what the
+    last one gave, so what lies between `ended_s` and the next `began_s` is then the client's; the verdict of one that it was
+    asked for ahead may wait for the client, between `verdict_s` and `ended_s`. Durations are those that target and drafter measured themselves.
     Lengths are in tokens.
     """
 
@@ -76,7 +77,7 @@ class RoundRecord:
 
     @property
     def commit_s(self) -> float:
-        """What the orchestrator did with the verdict."""
+        """What the orchestrator did with the verdict, and how long that waited for the client before."""
         return self.ended_s - self.verdict_s
 
     @property
