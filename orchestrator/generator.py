@@ -190,6 +190,7 @@ class Generator:
             orchestrator=OrchestratorStatus(
                 running_answers=self.running,
                 max_answers=self._settings.max_sessions,
+                waiting_requests=self.waiting,
                 stall_fraction=self._drafter.stall.fraction if self._drafter else None,
             ),
         )

@@ -460,6 +460,7 @@ class OrchestratorStatus:
     stall_fraction: float | None = None  # share of its answers' time spent waiting for drafts lately; None: unknown
     replica_id: str = ""  # "": there is no control plane
     node_id: str = ""  # in the control plane's words; "": unknown
+    waiting_requests: int = 0  # in front of it, to begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,8 @@ def _sessions_in_words(pool: PoolStatus) -> str:
 def _orchestrator_in_words(orchestrator: OrchestratorStatus) -> str:
     most = f" of {orchestrator.max_answers}" if orchestrator.max_answers else ""
     words = f"{orchestrator.running_answers}{most} answers running"
+    if orchestrator.waiting_requests:
+        words += f", {counted(orchestrator.waiting_requests, 'request')} waiting"
     if orchestrator.stall_fraction is not None:
         words += f", {percent(orchestrator.stall_fraction)} of their time waiting for drafts"
     return words

@@ -363,18 +363,20 @@ class ReplicaStatus(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., node_id: _Optional[str] = ..., model_id: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., queued: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., is_draining: bool = ..., is_connected: bool = ...) -> None: ...
 
 class OrchestratorStatus(_message.Message):
-    __slots__ = ("running_answers", "max_answers", "stall_fraction", "replica_id", "node_id")
+    __slots__ = ("running_answers", "max_answers", "stall_fraction", "replica_id", "node_id", "waiting_requests")
     RUNNING_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     MAX_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     STALL_FRACTION_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     running_answers: int
     max_answers: int
     stall_fraction: float
     replica_id: str
     node_id: str
-    def __init__(self, running_answers: _Optional[int] = ..., max_answers: _Optional[int] = ..., stall_fraction: _Optional[float] = ..., replica_id: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+    waiting_requests: int
+    def __init__(self, running_answers: _Optional[int] = ..., max_answers: _Optional[int] = ..., stall_fraction: _Optional[float] = ..., replica_id: _Optional[str] = ..., node_id: _Optional[str] = ..., waiting_requests: _Optional[int] = ...) -> None: ...
 
 class GetRoundTraceRequest(_message.Message):
     __slots__ = ("request_id", "limit")
