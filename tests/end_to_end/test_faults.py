@@ -14,9 +14,11 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from paceline.client import GenerationClient
 from paceline.errors import PacelineError
@@ -26,8 +28,12 @@ from paceline.types import VerificationRule
 from tests.harness import complete_all, request
 
 SEEDS = range(50)
+FEW_SEEDS = range(8)
 MAX_TOKENS = 120
 TOKENS_BEFORE_THE_FAULT = 20
+START_LIMIT_S = 180.0  # far above what it takes
+
+Outcomes = list[Completion | BaseException]
 
 
 @pytest.fixture
@@ -45,9 +51,7 @@ def pid_of(stack: LocalStack, name: str) -> int:
     return next(process.pid for process in stack.processes if process.name == name)
 
 
-async def answer_with_fault(
-    client: GenerationClient, seeds: range, strike: Callable[[], Awaitable[None]]
-) -> list[Completion | BaseException]:
+async def answer_with_fault(client: GenerationClient, seeds: range, strike: Callable[[], Awaitable[None]]) -> Outcomes:
     """Run all answers at once, and strike when one of them is in its middle."""
     in_the_middle = asyncio.Event()
 
@@ -66,52 +70,124 @@ async def answer_with_fault(
     return await asyncio.gather(*answers, return_exceptions=True)
 
 
-@pytest.mark.parametrize("loss", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-async def test_answers_complete_unchanged_when_the_drafter_is_lost(stack: LocalStack, loss: signal.Signals) -> None:
-    """50 answers under way, the drafter is killed, or hangs: all complete, with the text of plain decoding."""
+in_the_story = pytest.mark.asyncio(loop_scope="module")
+
+
+def strike(process: ServiceProcess, signal_number: signal.Signals) -> Callable[[], Awaitable[None]]:
+    async def struck() -> None:
+        os.kill(process.pid, signal_number)
+
+    return struck
+
+
+def assert_all_unchanged(answers: Outcomes, plain: list[Completion]) -> None:
+    """None has failed, and each has the text of plain decoding, to its last token."""
+    assert [answer for answer in answers if isinstance(answer, BaseException)] == []
+    completions = [answer for answer in answers if isinstance(answer, Completion)]
+    assert [(answer.token_ids, answer.text) for answer in completions] == [
+        (answer.token_ids, answer.text) for answer in plain
+    ]
+    assert all(answer.usage.completion_tokens == MAX_TOKENS for answer in completions)
+
+
+def accepted_tokens(answers: Outcomes) -> int:
+    return sum(answer.speculation.num_accepted_tokens for answer in answers if isinstance(answer, Completion))
+
+
+@pytest.mark.slow
+async def test_answers_complete_unchanged_when_the_drafter_hangs(stack: LocalStack) -> None:
+    """50 answers under way, the drafter is stopped: all complete, with the text of plain decoding."""
     drafter = pid_of(stack, "drafter")
 
     async def strike() -> None:
-        os.kill(drafter, loss)
+        os.kill(drafter, signal.SIGSTOP)
 
     async with GenerationClient(stack.endpoint) as client:
         plain = await complete_all(client, [long_request(seed, schedule=Schedule.PLAIN) for seed in SEEDS])
         try:
             answers = await answer_with_fault(client, SEEDS, strike)
         finally:
-            if loss == signal.SIGSTOP:
-                os.kill(drafter, signal.SIGCONT)
-    assert [answer for answer in answers if isinstance(answer, BaseException)] == []
-    completions = [answer for answer in answers if isinstance(answer, Completion)]
-    assert [(answer.token_ids, answer.text) for answer in completions] == [
-        (answer.token_ids, answer.text) for answer in plain
-    ]
-    assert sum(answer.speculation.num_accepted_tokens for answer in completions) > 0
-
-
-async def test_a_killed_target_is_a_clear_error_within_two_seconds(stack: LocalStack) -> None:
-    """There is no other: the stream ends with TARGET_UNAVAILABLE and a sentence; what came before it was delivered."""
-    struck_s = 0.0
-
-    async def strike() -> None:
-        nonlocal struck_s
-        os.kill(pid_of(stack, "target"), signal.SIGKILL)
-        struck_s = time.monotonic()
-
-    async with GenerationClient(stack.endpoint, max_resumptions=0) as client:
-        outcomes = await answer_with_fault(client, range(4), strike)
-        ended_s = time.monotonic()
-        with pytest.raises(PacelineError) as refused:
-            await client.complete(long_request(1))
-    errors = [outcome for outcome in outcomes if isinstance(outcome, PacelineError)]
-    assert len(errors) >= 1
-    assert {error.reason for error in [*errors, refused.value]} == {"TARGET_UNAVAILABLE"}
-    assert all("again" in error.message for error in errors)
-    assert ended_s - struck_s < 2.0
+            os.kill(drafter, signal.SIGCONT)
+    assert_all_unchanged(answers, plain)
+    assert accepted_tokens(answers) > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Two targets
+# Two targets and a drafter: four processes, lost one after another
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What the answers were that were under way at each fault, and what came of the last one."""
+
+    plain: list[Completion]  # the texts without drafts, undisturbed
+    target_hung: Outcomes
+    target_killed: Outcomes
+    drafter_killed: Outcomes
+    last_target_killed: Outcomes
+    ended_within_s: float  # behind the loss of the last target
+    refused: PacelineError  # asked for after that
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def story(tiny_target: Path) -> Story:
+    """One target is stopped in mid-answer; woken up again, it takes over when the other is killed. Then the drafter is
+    killed, and at last the target that is left."""
+    model = ("--model", str(tiny_target), "--dtype", "float32")
+    with ExitStack() as stack:
+        first, second, drafter = started(
+            stack,
+            ("target_service", *model, "--heartbeat-s", "0.2"),
+            ("target_service", *model, "--heartbeat-s", "0.2"),
+            ("drafter_service", *model, "--method", "draft_model", "--logit-noise", "1"),
+        )
+        targets = f"{first.address},{second.address}"
+        (orchestrator,) = started(
+            stack, ("orchestrator", "--target", targets, "--drafter", drafter.address, "--silence-limit-s", "1")
+        )
+        async with GenerationClient(orchestrator.address, max_resumptions=0) as client:
+            plain = await complete_all(client, [long_request(seed, schedule=Schedule.PLAIN) for seed in SEEDS])
+            hung = await answer_with_fault(client, FEW_SEEDS, strike(first, signal.SIGSTOP))
+            os.kill(first.pid, signal.SIGCONT)
+            await until_connected(client, first.address)
+            killed = await answer_with_fault(client, FEW_SEEDS, strike(second, signal.SIGKILL))
+            without_drafter = await answer_with_fault(client, SEEDS, strike(drafter, signal.SIGKILL))
+            struck_s = 0.0
+
+            async def kill_the_last() -> None:
+                nonlocal struck_s
+                os.kill(first.pid, signal.SIGKILL)
+                struck_s = time.monotonic()
+
+            ended = await answer_with_fault(client, FEW_SEEDS, kill_the_last)
+            ended_s = time.monotonic()
+            with pytest.raises(PacelineError) as refused:
+                await client.complete(long_request(1))
+    return Story(plain, hung, killed, without_drafter, ended, ended_s - struck_s, refused.value)
+
+
+@in_the_story
+async def test_answers_go_on_unchanged_when_a_target_hangs_and_another_is_killed(story: Story) -> None:
+    """Of two targets one is stopped in mid-answer; woken up again, it takes over when the other is killed. Nobody notices."""
+    for answers in (story.target_hung, story.target_killed):
+        assert_all_unchanged(answers, story.plain[: len(FEW_SEEDS)])
+
+
+@in_the_story
+async def test_answers_complete_unchanged_when_the_drafter_is_killed(story: Story) -> None:
+    """50 answers under way, the drafter is killed: all complete, with the text of plain decoding."""
+    assert_all_unchanged(story.drafter_killed, story.plain)
+    assert accepted_tokens(story.drafter_killed) > 0
+
+
+@in_the_story
+async def test_a_killed_target_is_a_clear_error_within_two_seconds(story: Story) -> None:
+    """There is no other: the stream ends with TARGET_UNAVAILABLE and a sentence; what came before it was delivered."""
+    errors = [outcome for outcome in story.last_target_killed if isinstance(outcome, PacelineError)]
+    assert len(errors) >= 1
+    assert {error.reason for error in [*errors, story.refused]} == {"TARGET_UNAVAILABLE"}
+    assert all("again" in error.message for error in errors)
+    assert story.ended_within_s < 2.0
 
 
 def started(stack: ExitStack, *commands: tuple[str, ...]) -> list[ServiceProcess]:
@@ -125,7 +201,7 @@ def started(stack: ExitStack, *commands: tuple[str, ...]) -> list[ServiceProcess
         process.settle_into(settled)
         processes.append(process)
     for _ in processes:
-        ready = settled.get(timeout=60)
+        ready = settled.get(timeout=START_LIMIT_S)
         assert ready.is_ready, ready.explain_end()
     return processes
 
@@ -133,44 +209,8 @@ def started(stack: ExitStack, *commands: tuple[str, ...]) -> list[ServiceProcess
 async def until_connected(client: GenerationClient, address: str) -> None:
     async with asyncio.timeout(30):
         while True:
-            (targets,) = (await client.pool_status()).pools
-            if any(replica.is_connected for replica in targets.replicas if replica.address == address):
+            pools = (await client.pool_status()).pools
+            replicas = [replica for pool in pools for replica in pool.replicas]
+            if any(replica.is_connected for replica in replicas if replica.address == address):
                 return
             await asyncio.sleep(0.05)
-
-
-async def test_answers_go_on_unchanged_when_a_target_hangs_and_another_is_killed(tiny_target: Path) -> None:
-    """Of two targets one is stopped in mid-answer; woken up again, it takes over when the other is killed. Nobody notices."""
-    model = ("--model", str(tiny_target), "--dtype", "float32")
-    seeds = range(8)
-    with ExitStack() as stack:
-        first, second = started(
-            stack,
-            ("target_service", *model, "--heartbeat-s", "0.2"),
-            ("target_service", *model, "--heartbeat-s", "0.2"),
-        )
-        targets = f"{first.address},{second.address}"
-        (orchestrator,) = started(
-            stack,
-            ("orchestrator", "--target", targets, "--silence-limit-s", "1"),
-        )
-        async with GenerationClient(orchestrator.address, max_resumptions=0) as client:
-            plain = await complete_all(client, [long_request(seed, schedule=Schedule.PLAIN) for seed in seeds])
-
-            async def stop_the_first() -> None:
-                os.kill(first.pid, signal.SIGSTOP)
-
-            async def kill_the_second() -> None:
-                os.kill(second.pid, signal.SIGKILL)
-
-            hung = await answer_with_fault(client, seeds, stop_the_first)
-            os.kill(first.pid, signal.SIGCONT)
-            await until_connected(client, first.address)
-            killed = await answer_with_fault(client, seeds, kill_the_second)
-    for answers in (hung, killed):
-        assert [answer for answer in answers if isinstance(answer, BaseException)] == []
-        completions = [answer for answer in answers if isinstance(answer, Completion)]
-        assert [(answer.token_ids, answer.text) for answer in completions] == [
-            (answer.token_ids, answer.text) for answer in plain
-        ]
-        assert all(answer.usage.completion_tokens == MAX_TOKENS for answer in completions)
