@@ -26,7 +26,8 @@ class RoundRecord:
     Moments are seconds of the orchestrator's monotonic clock (`time.perf_counter`); `began_s`, `draft_s`, `verdict_s` and
     `ended_s` come in this order. A round that the target was not asked for ahead begins when the client has taken what the
     last one gave, so what lies between `ended_s` and the next `began_s` is then the client's; the verdict of one that it was
-    asked for ahead may wait for the client, between `verdict_s` and `ended_s`. Durations are those that target and drafter measured themselves.
+    asked for ahead may wait for the client, between `verdict_s` and `ended_s`. Durations are those that target and drafter
+    measured themselves.
     Lengths are in tokens.
     """
 
