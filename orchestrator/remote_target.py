@@ -157,9 +157,7 @@ class RemoteTarget:
     def close(self) -> None:
         """End the session where it is open, and give the seat back."""
         self._leave("")
-        if self._question is not None:  # nobody will come for the answer
-            self._question.answer.cancel()
-            self._question = None
+        self._question = None  # nobody will come for the answer
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
