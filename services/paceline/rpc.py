@@ -344,7 +344,9 @@ class _UnknownMethods(grpc.GenericRpcHandler):
 
         async def refuse(_requests: Any, context: Context) -> None:
             async with mapped_errors(context, rpc=method):
-                raise MethodNotFound(f"There is no method {method} here; it is another service's, or newer than this one.")
+                raise MethodNotFound(
+                    f"There is no method {method} here; it is another service's, or newer than this one."
+                )
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
