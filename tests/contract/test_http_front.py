@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import httpx2
 import pytest
+import trustme
 from prometheus_client import CollectorRegistry, Counter
+from starlette.responses import PlainTextResponse
 
 from orchestrator.door import Door, Gate, OpenGate
 from orchestrator.generator import Generator
@@ -40,6 +44,7 @@ from paceline.generation import (
 )
 from paceline.rpc import STATUS_CODES
 from paceline.settings import OrchestratorSettings
+from paceline.tls import ServerTls
 from paceline.types import FinishReason, ModelInfo, Origin
 from tests.watching import watch_alone
 
@@ -439,6 +444,34 @@ async def test_taken_port_is_a_sentence() -> None:
         port = int(front.server.url.rpartition(":")[2])
         with pytest.raises(StartupFailed, match=rf"Port {port} on 127.0.0.1 cannot be opened for HTTP.*--http-port"):
             await HttpServer(front.api.application(), host="127.0.0.1", port=port).start()
+
+
+async def test_certificates_are_those_of_the_public_port(tmp_path: Path) -> None:
+    """With one the URL is https, whoever believes its authority is answered, and a caller without a certificate is not
+    where callers need one."""
+    authority = trustme.CA()
+    own, callers = authority.issue_cert("127.0.0.1"), authority.issue_cert("caller.example")
+    cert, key, ca = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+    own.cert_chain_pems[0].write_to_path(cert)
+    own.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    for client_ca in (None, ca):
+        server = HttpServer(
+            PlainTextResponse("hello"), host="127.0.0.1", port=0, tls=ServerTls(cert=cert, key=key, client_ca=client_ca)
+        )
+        await server.start()
+        assert server.url.startswith("https://127.0.0.1:")
+        known, unknown = ssl.create_default_context(cafile=ca), ssl.create_default_context(cafile=ca)
+        callers.configure_cert(known)
+        async with httpx2.AsyncClient(verify=known) as client:
+            assert (await client.get(server.url)).text == "hello"
+        async with httpx2.AsyncClient(verify=unknown) as client:
+            if client_ca is None:
+                assert (await client.get(server.url)).text == "hello"
+            else:
+                with pytest.raises(httpx2.TransportError):
+                    await client.get(server.url)
+        await server.stop()
 
 
 async def test_stopped_server_ends_what_still_runs(caplog: pytest.LogCaptureFixture) -> None:
