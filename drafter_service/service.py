@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
@@ -19,6 +20,7 @@ from paceline.telemetry import ServiceMetrics
 from paceline.types import ModelInfo, SpeculationStats
 from paceline.v1 import drafter_service_pb2
 from paceline.v1.drafter_service_pb2_grpc import add_DrafterServiceServicer_to_server
+from paceline.version import installed_version
 
 SERVICE_NAME = drafter_service_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
 
@@ -34,6 +36,7 @@ def assemble(
     settings: DrafterSettings, method: DraftMethod[StateT], info: ModelInfo, *, allocation: Allocation | None = None
 ) -> ModelService[Command, DrafterEvent]:
     """A service over any drafting method; tests and benchmarks pass fakes."""
+    info = replace(info, version=info.version or installed_version())
     metrics = ServiceMetrics(CollectorRegistry())
     sessions: SessionTable[Entry[StateT]] = session_table(
         settings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from drafter_service.drafter import Command, DrafterEvent
@@ -54,7 +55,9 @@ class DrafterServicer(drafter_grpc.DrafterServiceServicer):
     async def GetDrafterInfo(  # noqa: N802 - the name is the contract's
         self, request: drafter_pb.GetDrafterInfoRequest, context: Context
     ) -> drafter_pb.GetDrafterInfoResponse:
-        return drafter_pb.GetDrafterInfoResponse(info=info_to_proto(self._info))
+        return drafter_pb.GetDrafterInfoResponse(
+            info=info_to_proto(self._info), clock_unix_ms=time.time_ns() // 1_000_000
+        )
 
     async def Draft(  # noqa: N802 - the name is the contract's
         self, request_iterator: AsyncIterator[drafter_pb.DraftRequest], context: Context

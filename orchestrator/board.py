@@ -41,6 +41,7 @@ class Load:
     step_busy_share: float = 0.0  # of the last second
     is_draining: bool = False
     stale_items: int = 0
+    preemptions: int = 0  # since its start
 
 
 _KV_PARTS = 32

@@ -70,6 +70,7 @@ from paceline.types import (
     TokenLogprobs,
     VerificationRule,
 )
+from paceline.version import installed_version
 
 logger = structlog.get_logger(__name__)
 
@@ -134,6 +135,8 @@ class Generator:
             target=target,
             drafter=self._drafter.info if self._drafter else None,
             speculation=self._speculation(),
+            version=installed_version(),
+            clock_unix_ms=time.time_ns() // 1_000_000,
         )
 
     def models(self) -> tuple[ServedModel, ...]:

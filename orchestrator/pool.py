@@ -244,7 +244,7 @@ class Pool(ABC, Generic[ClientT]):
         return [member.client for member in self._members.values() if member.client.is_connected]
 
     def _replica_status(self, member: _Member[ClientT]) -> ReplicaStatus:
-        replica, info = member.client.replica, member.client.info
+        replica, info, refusal = member.client.replica, member.client.info, member.client.refusal
         standing = self.board.standing(replica.replica_id)
         load = standing.load
         return ReplicaStatus(
@@ -260,4 +260,7 @@ class Pool(ABC, Generic[ClientT]):
             acceptance_rate=load.num_accepted_tokens / load.num_draft_tokens if load.num_draft_tokens else None,
             is_draining=standing.is_draining,
             is_connected=standing.link is Link.CONNECTED,
+            version=info.version if info else "",
+            refusal=refusal.message if refusal and standing.link is Link.REFUSED else "",
+            preemptions=load.preemptions,
         )

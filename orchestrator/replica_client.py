@@ -229,6 +229,7 @@ def _load_from_proto(report: session_pb.LoadReport) -> Load:
         step_busy_share=report.step_busy_share,
         is_draining=report.draining,
         stale_items=report.stale_items,
+        preemptions=report.preemptions,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,7 @@ from paceline.telemetry import ServiceMetrics
 from paceline.types import ModelInfo
 from paceline.v1 import target_service_pb2
 from paceline.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
+from paceline.version import installed_version
 from target_service.scheduler import Command, Scheduler, TargetEvent
 from target_service.servicer import TargetServicer
 from target_service.verifier import TargetSession
@@ -52,6 +54,7 @@ def assemble(
     settings: TargetSettings, model: Model[CacheT], info: ModelInfo, *, allocation: Allocation | None = None
 ) -> ModelService[Command, TargetEvent]:
     """A service over any model behind the narrow interface; tests and benchmarks pass fakes."""
+    info = replace(info, version=info.version or installed_version())
     metrics = ServiceMetrics(CollectorRegistry())
     sessions: SessionTable[TargetSession[CacheT]] = session_table(
         settings, model.memory, pending_tokens_of=lambda session: session.pending_tokens

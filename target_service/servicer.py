@@ -53,7 +53,9 @@ class TargetServicer(target_grpc.TargetServiceServicer):
     async def GetTargetInfo(  # noqa: N802 - the name is the contract's
         self, request: target_pb.GetTargetInfoRequest, context: Context
     ) -> target_pb.GetTargetInfoResponse:
-        return target_pb.GetTargetInfoResponse(info=info_to_proto(self._info))
+        return target_pb.GetTargetInfoResponse(
+            info=info_to_proto(self._info), clock_unix_ms=time.time_ns() // 1_000_000
+        )
 
     async def Verify(  # noqa: N802 - the name is the contract's
         self, request_iterator: AsyncIterator[target_pb.VerifyRequest], context: Context

@@ -404,11 +404,13 @@ class CompletionBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """Which models answer, and with which defaults."""
+    """Which models answer, with which defaults, and who gives them."""
 
     target: ModelInfo
     drafter: ModelInfo | None  # None: no drafter is connected
     speculation: SpeculationOptions
+    version: str = ""  # of Paceline, as the orchestrator runs it; "": unknown
+    clock_unix_ms: int = 0  # what its clock said when it answered; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,6 +442,9 @@ class ReplicaStatus:
     acceptance_rate: float | None = None  # accepted / judged draft tokens since its start; None: unknown
     is_draining: bool = False  # takes no new sessions and will stop soon
     is_connected: bool = False  # the orchestrator that was asked has a stream to it
+    version: str = ""  # of Paceline, as the replica runs it; "": unknown
+    refusal: str = ""  # why that orchestrator does not use it, and what to do; "": it does, or nothing answers there
+    preemptions: int = 0  # sessions that gave up their memory for others, since its start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

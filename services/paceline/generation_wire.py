@@ -339,6 +339,8 @@ def server_info_to_proto(info: ServerInfo) -> generation_pb.GetServerInfoRespons
         target=info_to_proto(info.target),
         drafter=info_to_proto(info.drafter) if info.drafter else None,
         speculation=_options_to_proto(info.speculation),
+        version=info.version,
+        clock_unix_ms=info.clock_unix_ms,
     )
 
 
@@ -347,6 +349,8 @@ def server_info_from_proto(message: generation_pb.GetServerInfoResponse) -> Serv
         target=info_from_proto(message.target),
         drafter=info_from_proto(message.drafter) if message.HasField("drafter") else None,
         speculation=_options_from_proto(message.speculation),
+        version=message.version,
+        clock_unix_ms=message.clock_unix_ms,
     )
 
 
@@ -439,6 +443,9 @@ def _replica_to_proto(replica: ReplicaStatus) -> generation_pb.ReplicaStatus:
         acceptance_rate=replica.acceptance_rate,
         is_draining=replica.is_draining,
         is_connected=replica.is_connected,
+        version=replica.version,
+        refusal=replica.refusal,
+        preemptions=replica.preemptions,
     )
 
 
@@ -456,6 +463,9 @@ def _replica_from_proto(message: generation_pb.ReplicaStatus) -> ReplicaStatus:
         acceptance_rate=message.acceptance_rate if message.HasField("acceptance_rate") else None,
         is_draining=message.is_draining,
         is_connected=message.is_connected,
+        version=message.version,
+        refusal=message.refusal,
+        preemptions=message.preemptions,
     )
 
 

@@ -317,6 +317,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     emulated: bool = False  # its steps are held to a set time (`engine.emulation`): no speed seen is a measurement
     expected_acceptance: tuple[tuple[float, float], ...] = ()  # drafters only: (temperature, acceptance) in training
+    version: str = ""  # of Paceline, as the service runs it; empty: unknown
 
     @property
     def has_model(self) -> bool:

@@ -198,6 +198,7 @@ def info_to_proto(info: ModelInfo) -> session_pb.ModelInfo:
             session_pb.ExpectedAcceptance(temperature=temperature, acceptance=acceptance)
             for temperature, acceptance in info.expected_acceptance
         ],
+        version=info.version,
     )
 
 
@@ -213,6 +214,7 @@ def info_from_proto(message: session_pb.ModelInfo) -> ModelInfo:
         eos_token_ids=tuple(message.eos_token_ids),
         emulated=message.emulated,
         expected_acceptance=tuple((entry.temperature, entry.acceptance) for entry in message.expected_acceptance),
+        version=message.version,
     )
 
 

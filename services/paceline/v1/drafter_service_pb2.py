@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import session_pb2 as paceline_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/v1/drafter_service.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/session.proto\"\x17\n\x15GetDrafterInfoRequest\">\n\x16GetDrafterInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\"=\n\x0c\x44raftRequest\x12-\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1b.paceline.v1.DrafterCommand\"\xbb\x01\n\x0e\x44rafterCommand\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12(\n\x04open\x18\x03 \x01(\x0b\x32\x18.paceline.v1.OpenSessionH\x00\x12%\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x13.paceline.v1.CommitH\x00\x12*\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x19.paceline.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"\xa1\x01\n\x06\x43ommit\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x15\n\rcommitted_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x64raft_length\x18\x03 \x01(\r\x12\x0e\n\x06\x63redit\x18\x04 \x01(\r\x12\x10\n\x08\x62ranches\x18\x05 \x01(\r\x12\x0f\n\x07\x66\x61n_out\x18\x06 \x01(\r\x12\x12\n\nacceptance\x18\x07 \x01(\x02\x12\x0e\n\x06resend\x18\x08 \x01(\x08\":\n\rDraftResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.paceline.v1.DrafterEvent\"\xbc\x01\n\x0c\x44rafterEvent\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.paceline.v1.ProposalH\x00\x12,\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.SessionFailedH\x00\x12\'\n\x04load\x18\x05 \x01(\x0b\x32\x17.paceline.v1.LoadReportH\x00\x42\x07\n\x05\x65vent\"\xb9\x01\n\x08Proposal\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x15\n\rprefix_digest\x18\x02 \x01(\x06\x12\x11\n\tdraft_ids\x18\x03 \x03(\r\x12\x1b\n\x13\x64raft_distributions\x18\x04 \x03(\x0c\x12\x15\n\rdraft_time_us\x18\x05 \x01(\r\x12\x13\n\x0b\x64raft_steps\x18\x06 \x01(\r\x12%\n\x08\x62ranches\x18\x07 \x03(\x0b\x32\x13.paceline.v1.Branch\"d\n\x06\x42ranch\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x15\n\rprefix_digest\x18\x02 \x01(\x06\x12\x11\n\tdraft_ids\x18\x03 \x03(\r\x12\x1b\n\x13\x64raft_distributions\x18\x04 \x03(\x0c\x32\xaf\x01\n\x0e\x44rafterService\x12Y\n\x0eGetDrafterInfo\x12\".paceline.v1.GetDrafterInfoRequest\x1a#.paceline.v1.GetDrafterInfoResponse\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!paceline/v1/drafter_service.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/session.proto\"\x17\n\x15GetDrafterInfoRequest\"U\n\x16GetDrafterInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\x12\x15\n\rclock_unix_ms\x18\x02 \x01(\x04\"=\n\x0c\x44raftRequest\x12-\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1b.paceline.v1.DrafterCommand\"\xbb\x01\n\x0e\x44rafterCommand\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12(\n\x04open\x18\x03 \x01(\x0b\x32\x18.paceline.v1.OpenSessionH\x00\x12%\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x13.paceline.v1.CommitH\x00\x12*\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x19.paceline.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"\xa1\x01\n\x06\x43ommit\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x15\n\rcommitted_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x64raft_length\x18\x03 \x01(\r\x12\x0e\n\x06\x63redit\x18\x04 \x01(\r\x12\x10\n\x08\x62ranches\x18\x05 \x01(\r\x12\x0f\n\x07\x66\x61n_out\x18\x06 \x01(\r\x12\x12\n\nacceptance\x18\x07 \x01(\x02\x12\x0e\n\x06resend\x18\x08 \x01(\x08\":\n\rDraftResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.paceline.v1.DrafterEvent\"\xbc\x01\n\x0c\x44rafterEvent\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.paceline.v1.ProposalH\x00\x12,\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.SessionFailedH\x00\x12\'\n\x04load\x18\x05 \x01(\x0b\x32\x17.paceline.v1.LoadReportH\x00\x42\x07\n\x05\x65vent\"\xb9\x01\n\x08Proposal\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x15\n\rprefix_digest\x18\x02 \x01(\x06\x12\x11\n\tdraft_ids\x18\x03 \x03(\r\x12\x1b\n\x13\x64raft_distributions\x18\x04 \x03(\x0c\x12\x15\n\rdraft_time_us\x18\x05 \x01(\r\x12\x13\n\x0b\x64raft_steps\x18\x06 \x01(\r\x12%\n\x08\x62ranches\x18\x07 \x03(\x0b\x32\x13.paceline.v1.Branch\"d\n\x06\x42ranch\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x15\n\rprefix_digest\x18\x02 \x01(\x06\x12\x11\n\tdraft_ids\x18\x03 \x03(\r\x12\x1b\n\x13\x64raft_distributions\x18\x04 \x03(\x0c\x32\xaf\x01\n\x0e\x44rafterService\x12Y\n\x0eGetDrafterInfo\x12\".paceline.v1.GetDrafterInfoRequest\x1a#.paceline.v1.GetDrafterInfoResponse\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETDRAFTERINFOREQUEST']._serialized_start=77
   _globals['_GETDRAFTERINFOREQUEST']._serialized_end=100
   _globals['_GETDRAFTERINFORESPONSE']._serialized_start=102
-  _globals['_GETDRAFTERINFORESPONSE']._serialized_end=164
-  _globals['_DRAFTREQUEST']._serialized_start=166
-  _globals['_DRAFTREQUEST']._serialized_end=227
-  _globals['_DRAFTERCOMMAND']._serialized_start=230
-  _globals['_DRAFTERCOMMAND']._serialized_end=417
-  _globals['_COMMIT']._serialized_start=420
-  _globals['_COMMIT']._serialized_end=581
-  _globals['_DRAFTRESPONSE']._serialized_start=583
-  _globals['_DRAFTRESPONSE']._serialized_end=641
-  _globals['_DRAFTEREVENT']._serialized_start=644
-  _globals['_DRAFTEREVENT']._serialized_end=832
-  _globals['_PROPOSAL']._serialized_start=835
-  _globals['_PROPOSAL']._serialized_end=1020
-  _globals['_BRANCH']._serialized_start=1022
-  _globals['_BRANCH']._serialized_end=1122
-  _globals['_DRAFTERSERVICE']._serialized_start=1125
-  _globals['_DRAFTERSERVICE']._serialized_end=1300
+  _globals['_GETDRAFTERINFORESPONSE']._serialized_end=187
+  _globals['_DRAFTREQUEST']._serialized_start=189
+  _globals['_DRAFTREQUEST']._serialized_end=250
+  _globals['_DRAFTERCOMMAND']._serialized_start=253
+  _globals['_DRAFTERCOMMAND']._serialized_end=440
+  _globals['_COMMIT']._serialized_start=443
+  _globals['_COMMIT']._serialized_end=604
+  _globals['_DRAFTRESPONSE']._serialized_start=606
+  _globals['_DRAFTRESPONSE']._serialized_end=664
+  _globals['_DRAFTEREVENT']._serialized_start=667
+  _globals['_DRAFTEREVENT']._serialized_end=855
+  _globals['_PROPOSAL']._serialized_start=858
+  _globals['_PROPOSAL']._serialized_end=1043
+  _globals['_BRANCH']._serialized_start=1045
+  _globals['_BRANCH']._serialized_end=1145
+  _globals['_DRAFTERSERVICE']._serialized_start=1148
+  _globals['_DRAFTERSERVICE']._serialized_end=1323
 # @@protoc_insertion_point(module_scope)

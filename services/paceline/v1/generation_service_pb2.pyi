@@ -275,14 +275,18 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("target", "drafter", "speculation")
+    __slots__ = ("target", "drafter", "speculation", "version", "clock_unix_ms")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     target: _session_pb2.ModelInfo
     drafter: _session_pb2.ModelInfo
     speculation: SpeculationOptions
-    def __init__(self, target: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., drafter: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ...) -> None: ...
+    version: str
+    clock_unix_ms: int
+    def __init__(self, target: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., drafter: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., version: _Optional[str] = ..., clock_unix_ms: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
@@ -335,7 +339,7 @@ class PoolStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., desired_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("replica_id", "address", "node_id", "model_id", "sessions", "max_sessions", "queued", "kv_used_tokens", "kv_capacity_tokens", "acceptance_rate", "is_draining", "is_connected")
+    __slots__ = ("replica_id", "address", "node_id", "model_id", "sessions", "max_sessions", "queued", "kv_used_tokens", "kv_capacity_tokens", "acceptance_rate", "is_draining", "is_connected", "version", "refusal", "preemptions")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +352,9 @@ class ReplicaStatus(_message.Message):
     ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     node_id: str
@@ -360,7 +367,10 @@ class ReplicaStatus(_message.Message):
     acceptance_rate: float
     is_draining: bool
     is_connected: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., node_id: _Optional[str] = ..., model_id: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., queued: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., is_draining: bool = ..., is_connected: bool = ...) -> None: ...
+    version: str
+    refusal: str
+    preemptions: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., node_id: _Optional[str] = ..., model_id: _Optional[str] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., queued: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., is_draining: bool = ..., is_connected: bool = ..., version: _Optional[str] = ..., refusal: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class OrchestratorStatus(_message.Message):
     __slots__ = ("running_answers", "max_answers", "stall_fraction", "replica_id", "node_id", "waiting_requests")

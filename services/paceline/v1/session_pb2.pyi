@@ -121,7 +121,7 @@ class LoadReport(_message.Message):
     def __init__(self, sessions: _Optional[int] = ..., queued: _Optional[int] = ..., draining: bool = ..., stale_items: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., step_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., prefix_reused_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_id", "vocab_size", "max_context", "tokenizer_sha256", "incarnation", "method", "dtype", "eos_token_ids", "emulated", "expected_acceptance")
+    __slots__ = ("model_id", "vocab_size", "max_context", "tokenizer_sha256", "incarnation", "method", "dtype", "eos_token_ids", "emulated", "expected_acceptance", "version")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     EMULATED_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     vocab_size: int
     max_context: int
@@ -142,7 +143,8 @@ class ModelInfo(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     emulated: bool
     expected_acceptance: _containers.RepeatedCompositeFieldContainer[ExpectedAcceptance]
-    def __init__(self, model_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., incarnation: _Optional[str] = ..., method: _Optional[str] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., emulated: bool = ..., expected_acceptance: _Optional[_Iterable[_Union[ExpectedAcceptance, _Mapping]]] = ...) -> None: ...
+    version: str
+    def __init__(self, model_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., incarnation: _Optional[str] = ..., method: _Optional[str] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., emulated: bool = ..., expected_acceptance: _Optional[_Iterable[_Union[ExpectedAcceptance, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ExpectedAcceptance(_message.Message):
     __slots__ = ("temperature", "acceptance")

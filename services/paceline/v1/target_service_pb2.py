@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import session_pb2 as paceline_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n paceline/v1/target_service.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/session.proto\"\x16\n\x14GetTargetInfoRequest\"=\n\x15GetTargetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\"=\n\rVerifyRequest\x12,\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.TargetCommand\"\xbf\x01\n\rTargetCommand\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12(\n\x04open\x18\x03 \x01(\x0b\x32\x18.paceline.v1.OpenSessionH\x00\x12*\n\x06verify\x18\x04 \x01(\x0b\x32\x18.paceline.v1.VerifyDraftH\x00\x12*\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x19.paceline.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"|\n\x0bVerifyDraft\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x15\n\rcommitted_ids\x18\x02 \x03(\r\x12\x11\n\tdraft_ids\x18\x03 \x03(\r\x12\x1b\n\x13\x64raft_distributions\x18\x04 \x03(\x0c\x12\x11\n\tbudget_ms\x18\x05 \x01(\r\":\n\x0eVerifyResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.paceline.v1.TargetEvent\"\xbd\x01\n\x0bTargetEvent\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12+\n\x07verdict\x18\x03 \x01(\x0b\x32\x18.paceline.v1.VerdictRowsH\x00\x12,\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.SessionFailedH\x00\x12\'\n\x04load\x18\x05 \x01(\x0b\x32\x17.paceline.v1.LoadReportH\x00\x42\x07\n\x05\x65vent\"\xca\x01\n\x0bVerdictRows\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06ratios\x18\x03 \x03(\x01\x12\x14\n\x0cstep_time_us\x18\x04 \x01(\r\x12\x15\n\rqueue_time_us\x18\x05 \x01(\r\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.paceline.v1.RowLogprobs\x12\x15\n\rstep_sessions\x18\x07 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x08 \x01(\r\"y\n\x0bRowLogprobs\x12\x15\n\rtoken_logprob\x18\x01 \x01(\x02\x12\x1a\n\rdraft_logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x10\n\x0e_draft_logprob2\xae\x01\n\rTargetService\x12V\n\rGetTargetInfo\x12!.paceline.v1.GetTargetInfoRequest\x1a\".paceline.v1.GetTargetInfoResponse\x12\x45\n\x06Verify\x12\x1a.paceline.v1.VerifyRequest\x1a\x1b.paceline.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n paceline/v1/target_service.proto\x12\x0bpaceline.v1\x1a\x19paceline/v1/session.proto\"\x16\n\x14GetTargetInfoRequest\"T\n\x15GetTargetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ModelInfo\x12\x15\n\rclock_unix_ms\x18\x02 \x01(\x04\"=\n\rVerifyRequest\x12,\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.TargetCommand\"\xbf\x01\n\rTargetCommand\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12(\n\x04open\x18\x03 \x01(\x0b\x32\x18.paceline.v1.OpenSessionH\x00\x12*\n\x06verify\x18\x04 \x01(\x0b\x32\x18.paceline.v1.VerifyDraftH\x00\x12*\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x19.paceline.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"|\n\x0bVerifyDraft\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x15\n\rcommitted_ids\x18\x02 \x03(\r\x12\x11\n\tdraft_ids\x18\x03 \x03(\r\x12\x1b\n\x13\x64raft_distributions\x18\x04 \x03(\x0c\x12\x11\n\tbudget_ms\x18\x05 \x01(\r\":\n\x0eVerifyResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.paceline.v1.TargetEvent\"\xbd\x01\n\x0bTargetEvent\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12+\n\x07verdict\x18\x03 \x01(\x0b\x32\x18.paceline.v1.VerdictRowsH\x00\x12,\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.SessionFailedH\x00\x12\'\n\x04load\x18\x05 \x01(\x0b\x32\x17.paceline.v1.LoadReportH\x00\x42\x07\n\x05\x65vent\"\xca\x01\n\x0bVerdictRows\x12\x13\n\x0b\x62\x61se_length\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06ratios\x18\x03 \x03(\x01\x12\x14\n\x0cstep_time_us\x18\x04 \x01(\r\x12\x15\n\rqueue_time_us\x18\x05 \x01(\r\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.paceline.v1.RowLogprobs\x12\x15\n\rstep_sessions\x18\x07 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x08 \x01(\r\"y\n\x0bRowLogprobs\x12\x15\n\rtoken_logprob\x18\x01 \x01(\x02\x12\x1a\n\rdraft_logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x10\n\x0e_draft_logprob2\xae\x01\n\rTargetService\x12V\n\rGetTargetInfo\x12!.paceline.v1.GetTargetInfoRequest\x1a\".paceline.v1.GetTargetInfoResponse\x12\x45\n\x06Verify\x12\x1a.paceline.v1.VerifyRequest\x1a\x1b.paceline.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTARGETINFOREQUEST']._serialized_start=76
   _globals['_GETTARGETINFOREQUEST']._serialized_end=98
   _globals['_GETTARGETINFORESPONSE']._serialized_start=100
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=161
-  _globals['_VERIFYREQUEST']._serialized_start=163
-  _globals['_VERIFYREQUEST']._serialized_end=224
-  _globals['_TARGETCOMMAND']._serialized_start=227
-  _globals['_TARGETCOMMAND']._serialized_end=418
-  _globals['_VERIFYDRAFT']._serialized_start=420
-  _globals['_VERIFYDRAFT']._serialized_end=544
-  _globals['_VERIFYRESPONSE']._serialized_start=546
-  _globals['_VERIFYRESPONSE']._serialized_end=604
-  _globals['_TARGETEVENT']._serialized_start=607
-  _globals['_TARGETEVENT']._serialized_end=796
-  _globals['_VERDICTROWS']._serialized_start=799
-  _globals['_VERDICTROWS']._serialized_end=1001
-  _globals['_ROWLOGPROBS']._serialized_start=1003
-  _globals['_ROWLOGPROBS']._serialized_end=1124
-  _globals['_TARGETSERVICE']._serialized_start=1127
-  _globals['_TARGETSERVICE']._serialized_end=1301
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=184
+  _globals['_VERIFYREQUEST']._serialized_start=186
+  _globals['_VERIFYREQUEST']._serialized_end=247
+  _globals['_TARGETCOMMAND']._serialized_start=250
+  _globals['_TARGETCOMMAND']._serialized_end=441
+  _globals['_VERIFYDRAFT']._serialized_start=443
+  _globals['_VERIFYDRAFT']._serialized_end=567
+  _globals['_VERIFYRESPONSE']._serialized_start=569
+  _globals['_VERIFYRESPONSE']._serialized_end=627
+  _globals['_TARGETEVENT']._serialized_start=630
+  _globals['_TARGETEVENT']._serialized_end=819
+  _globals['_VERDICTROWS']._serialized_start=822
+  _globals['_VERDICTROWS']._serialized_end=1024
+  _globals['_ROWLOGPROBS']._serialized_start=1026
+  _globals['_ROWLOGPROBS']._serialized_end=1147
+  _globals['_TARGETSERVICE']._serialized_start=1150
+  _globals['_TARGETSERVICE']._serialized_end=1324
 # @@protoc_insertion_point(module_scope)

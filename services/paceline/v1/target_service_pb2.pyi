@@ -12,10 +12,12 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("info",)
+    __slots__ = ("info", "clock_unix_ms")
     INFO_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     info: _session_pb2.ModelInfo
-    def __init__(self, info: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
+    clock_unix_ms: int
+    def __init__(self, info: _Optional[_Union[_session_pb2.ModelInfo, _Mapping]] = ..., clock_unix_ms: _Optional[int] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("commands",)
