@@ -51,7 +51,7 @@ from paceline.engine.interface import Extension
 from paceline.engine.memory import HOST_STEP_TOKENS, MemoryLimits
 from paceline.engine.model import CausalModel
 from paceline.engine.precision import choose_dtype
-from paceline.model_service import use_threads
+from paceline.engine.torch_threads import use_threads
 from paceline.sessions import Address, Close, Open, SessionTable
 from paceline.types import SamplingParams, SessionSpec, VerdictRows, VerificationRule
 from target_service.scheduler import Judge, Scheduler, TargetEvent

@@ -17,7 +17,7 @@ from drafter_service.methods.draft_model import DraftModelMethod
 from drafter_service.service import serve_drafter
 from paceline.engine.emulation import emulated
 from paceline.engine.interface import Extension, Model
-from paceline.model_service import use_threads
+from paceline.engine.torch_threads import use_threads
 from paceline.process import Lifetime, run_service
 from paceline.settings import DrafterSettings, ModelServiceSettings, TargetSettings
 from paceline.types import ModelInfo

@@ -12,7 +12,8 @@ from drafter_service.method import DraftMethod, StateT
 from drafter_service.registry import build_method
 from drafter_service.servicer import DrafterServicer
 from paceline.engine.memory import Allocation
-from paceline.model_service import ModelService, session_table, use_threads
+from paceline.engine.torch_threads import use_threads
+from paceline.model_service import ModelService, session_table
 from paceline.process import Lifetime, run_service
 from paceline.sessions import SessionTable
 from paceline.settings import DrafterSettings

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from orchestrator.access import gate_of
 from orchestrator.api import SERVICE_NAME, GenerationServicer, let_in_by
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
-from orchestrator.colocated import ADDRESS, load_target, target_here
 from orchestrator.directory import Directory, StaticDirectory
 from orchestrator.door import Door
 from orchestrator.drafter_pool import DrafterPool
@@ -29,15 +28,18 @@ from orchestrator.request_watch import RequestWatch, Tracer
 from orchestrator.target_pool import NewTargetClient, TargetPool
 from orchestrator.text import Tokenizer
 from paceline.engine.checkpoint import resolve_checkpoint
+from paceline.engine.torch_threads import use_threads
 from paceline.errors import StartupFailed
 from paceline.exposure import refuse_exposure, warn_of_trust
-from paceline.model_service import ModelService, use_threads
 from paceline.process import Lifetime, Serve, run_service, until_idle
 from paceline.rpc import Server
 from paceline.settings import OrchestratorSettings
 from paceline.telemetry import PoolMetrics, SpeculationMetrics, serve_metrics, show_certificates
 from paceline.types import ModelInfo
 from paceline.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
+
+if TYPE_CHECKING:
+    from paceline.model_service import ModelService
 
 logger = structlog.get_logger(__name__)
 
@@ -47,6 +49,8 @@ _CONNECTION_AGE_S = 3600.0
 
 def prepare(settings: OrchestratorSettings) -> Serve:
     if settings.colocated_target is not None:
+        from orchestrator.colocated import load_target  # noqa: PLC0415 - brings all that a target needs
+
         target = load_target(settings.colocated_target)
         return lambda lifetime: serve_colocated(lifetime, settings, target)
     # The orchestrator multiplies nothing: one thread keeps torch's pool from starting.
@@ -85,6 +89,8 @@ async def serve_orchestrator(
 
 async def serve_colocated(lifetime: Lifetime, settings: OrchestratorSettings, target: ModelService[Any, Any]) -> None:
     """Serve with a target in this process, which is ready, until asked to stop; raises if its model thread breaks."""
+    from orchestrator.colocated import ADDRESS, target_here  # noqa: PLC0415 - likewise
+
     async with target_here(target, on_broken=lifetime.stop) as new_target_client:
         await serve_orchestrator(lifetime, settings, target_addresses=[ADDRESS], new_target_client=new_target_client)
 

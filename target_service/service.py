@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 from paceline.engine.emulation import emulated
 from paceline.engine.interface import CacheT, Model
 from paceline.engine.memory import Allocation, step_tokens
-from paceline.model_service import ModelService, load_model, session_table, use_threads
+from paceline.engine.torch_threads import use_threads
+from paceline.model_service import ModelService, load_model, session_table
 from paceline.process import Lifetime, run_service
 from paceline.sessions import SessionTable
 from paceline.settings import TargetSettings

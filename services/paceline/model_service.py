@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Protocol, TypeVar
@@ -69,13 +68,6 @@ class PeerService(Protocol):
     async def serve_peer(
         self, batches: AsyncIterable[Iterable[Any]], write: Callable[[list[Any]], Awaitable[object]]
     ) -> None: ...
-
-
-def use_threads(threads: int) -> int:
-    """Set the number of threads for arithmetic (0: one for each core this process may use) and return it."""
-    chosen = threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(chosen)
-    return chosen
 
 
 class ModelService(Generic[CommandT, EventT]):

@@ -18,19 +18,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
+import transformers  # what its networks need is imported once one is loaded: an orchestrator has tokenizers alone
 from filelock import FileLock, Timeout
 from rich.console import Console
 from safetensors import SafetensorError
-from transformers import (
-    AddedToken,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from paceline.engine.progress import PatientBar
@@ -188,7 +180,7 @@ def load_network(
     device: torch.device = _ON_CPU,
     quantization: Mapping[str, Any] | None = None,
     **options: Any,
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """The network with all its weights, on `device`; other `options` go to transformers.
 
     Weights in safetensors, in one file or in shards, are mapped from disk and not read into memory first: on a CPU
@@ -200,7 +192,7 @@ def load_network(
     name = str(options.get("gguf_file", checkpoint))
     with _reported_as_unquantizable(name, quantization), _silent_but_for_a_bar(f"Loading {Path(name).name}"):
         placement = _placement(device, quantization)
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=dtype,
             trust_remote_code=False,
@@ -208,7 +200,7 @@ def load_network(
             **placement,
             **options,
         )
-    network, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+    network, report = cast("tuple[transformers.PreTrainedModel, dict[str, Any]]", loaded)
     if report["missing_keys"]:
         raise ModelUnavailable(
             f"'{name}' lacks weights (such as {min(report['missing_keys'])}); it is incomplete, or not a causal "
@@ -248,6 +240,8 @@ def _placement(device: torch.device, quantization: Mapping[str, Any] | None) -> 
     """
     options: dict[str, Any] = {}
     if quantization:
+        from transformers.quantizers.auto import AutoQuantizationConfig  # noqa: PLC0415 - as dear as networks
+
         options["quantization_config"] = AutoQuantizationConfig.from_dict(dict(quantization))
     if quantization or (device != _ON_CPU and importlib.util.find_spec("accelerate")):
         options["device_map"] = {"": device}
@@ -348,7 +342,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
                 gguf.parent,
                 dtype=torch.float32,
                 gguf_file=gguf.name,
-                quantization_config=GgufConfig(dequantize=True),
+                quantization_config=transformers.GgufConfig(dequantize=True),
             )
         network.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

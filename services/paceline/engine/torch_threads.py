@@ -1,4 +1,4 @@
-"""Compiled functions on torch's own threads.
+"""torch's own threads: how many there are, and compiled functions on them.
 
 torch computes on a pool of OpenMP threads, which wait busily between two of its operations. Other threads would have to
 compete with those for the cores; so work that stands between torch's operations is handed to the same pool, through the
@@ -8,11 +8,19 @@ entry point that compilers use for a parallel region. Knows nothing of what is c
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+
+
+def use_threads(threads: int) -> int:
+    """Set the number of threads for arithmetic (0: one for each core this process may use) and return it."""
+    chosen = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(chosen)
+    return chosen
 
 
 @lru_cache(maxsize=1)
