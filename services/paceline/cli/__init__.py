@@ -9,6 +9,7 @@ import typer
 
 from paceline.cli.bench import bench
 from paceline.cli.demo import demo
+from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
 from paceline.cli.serve import serve
 from paceline.cli.status import status
@@ -31,6 +32,7 @@ app.command()(demo)
 app.command()(up)
 app.command()(serve)
 app.command()(status)
+app.command()(doctor)
 app.command()(trace)
 app.command()(train)
 app.command()(bench)
