@@ -5,13 +5,14 @@ do, and where nothing is wrong nothing is found.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
@@ -172,6 +173,21 @@ async def test_a_port_where_nothing_listens() -> None:
     assert "Nothing listens" in fault.sentence
     assert "paceline up" in fault.remedy
     assert "--endpoint" in fault.remedy
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "no-such-host.invalid"])
+async def test_a_host_that_does_not_exist(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its name is too long for one, or nobody has it."""
+
+    async def resolve(self: asyncio.AbstractEventLoop, host: str, port: int, **_: Any) -> NoReturn:
+        host.encode("idna")
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+    fault = only_fault(await examine(f"{host}:9000"))
+    assert (fault.name, fault.outcome) == ("port", Outcome.FAILED)
+    assert "no host" in fault.sentence
+    assert "Correct --endpoint" in fault.remedy
 
 
 @asynccontextmanager

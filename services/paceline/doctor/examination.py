@@ -291,7 +291,7 @@ class Examination:
     async def _answer(self, client: GenerationClient, model: ServedModel, schedule: Schedule) -> AnswerLook:
         """A short one, at temperature 0; sequential, every draft is waited for."""
         request = GenerationRequest(
-            token_ids=tuple(token_id % model.target.vocab_size for token_id in _PROMPT),
+            token_ids=tuple(token_id % max(1, model.target.vocab_size) for token_id in _PROMPT),
             sampling=SamplingParams(temperature=0.0),
             stopping=StopConditions(max_tokens=_ANSWER_TOKENS, ignore_eos=True),
             speculation=SpeculationOptions(schedule=schedule, draft_length=DRAFT_LENGTH),
@@ -334,9 +334,13 @@ class Examination:
         is_here = is_loopback(split(self._deployment.endpoint)[0])
         for pool in self._status.pools if self._status else ():
             for replica in pool.replicas:
-                host, has_port, _ = replica.address.rpartition(":")
+                host, _, port = replica.address.rpartition(":")
                 # A target in the orchestrator's own process has no port, and another machine's loopback is not ours.
-                if has_port and (is_here or not is_loopback(host)) and replica.address not in named.get(pool.name, ()):
+                if (
+                    port.isdecimal()
+                    and (is_here or not is_loopback(host))
+                    and replica.address not in named.get(pool.name, ())
+                ):
                     yield ServiceLook(kind=pool.name, address=replica.address, is_named=False)
 
     async def _ask_service(self, look: ServiceLook) -> ServiceLook:

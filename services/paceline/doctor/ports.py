@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from contextlib import suppress
 
 from paceline.doctor.certificates import distrust_of, read_certificate, tls_context
 from paceline.doctor.looks import Certificate, Distrust, Greeting, PortLook, Trouble
@@ -76,7 +77,7 @@ async def _reached(host: str, port: int, *, timeout_s: float) -> str:
     """The first of the host's addresses that takes a connection; raises `_NotReached`."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a label of more than 63 characters is the latter
         raise _NotReached(Trouble.UNKNOWN_HOST) from error
     trouble = Trouble.UNKNOWN_HOST
     for *_, endpoint in found:
@@ -102,8 +103,9 @@ async def _greeting(
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name)
     shown = writer.get_extra_info("ssl_object")
-    certificate = read_certificate(shown.getpeercert(binary_form=True)) if shown else None
-    said = b""
+    certificate, said = None, b""
+    with suppress(ValueError):
+        certificate = read_certificate(shown.getpeercert(binary_form=True)) if shown else None
     try:
         writer.write(_PREFACE)
         async with asyncio.timeout(min(timeout_s, _LONGEST_GREETING_S)):

@@ -43,7 +43,7 @@ def _look(url: str, token: str | None, tls: ClientTls, timeout_s: float) -> Http
         metrics_status, metrics = _get(parts, "/metrics", headers, tls, timeout_s)
     except ssl.SSLCertVerificationError as error:
         return HttpLook(url=url, trouble="its certificate is not believed", distrust=distrust_of(error))
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, UnicodeError, http.client.HTTPException) as error:
         return HttpLook(url=url, trouble=str(error) or type(error).__name__)
     return HttpLook(
         url=url,
