@@ -129,7 +129,7 @@ class Exchange:
 
     async def _send_headers(self, status: int, headers: Mapping[str, str]) -> None:
         named = {"x-request-id": self.request_id or uuid.uuid4().hex} if self._names_itself else {}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers | named).items()]
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in {**headers, **named}.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
 

@@ -637,8 +637,8 @@ async def test_lost_target_ends_the_answer_with_a_typed_error_within_two_seconds
     """TARGET_UNAVAILABLE in mid-answer and for requests behind it; started again on the same port, it is used again."""
     async with system(target_of(patient()), model_drafter_of(counting()), tokenizer) as services:
         async with in_mid_answer(services.client, greedy(LONG)) as events:
+            port = await killed(services.target)  # which takes its own time within one process
             killed_s = time.monotonic()
-            port = await killed(services.target)
             with pytest.raises(TargetUnavailable) as failure:
                 async for _ in events:
                     pass
