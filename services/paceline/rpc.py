@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -282,25 +282,25 @@ class _Guard(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
 
-        async def admit(_request: Any, context: Context) -> None:
-            async with mapped_errors(context, rpc=method):
-                self._check(method, context)
+        def admit(request: Any, context: Context) -> Any:
+            self._check(method, context)
+            return request
 
-        return _guarded(handler, admit)
+        return _guarded(handler, method, admit)
 
 
-def _guarded(handler: Any, admit: Callable[[Any, Context], Awaitable[None]]) -> Any:
-    """The same handler behind `admit`."""
+def _guarded(handler: Any, method: str, admit: Callable[[Any, Context], Any]) -> Any:
+    """The same handler for what `admit` makes of a request, or a stream of them; whatever is raised ends the call as our
+    errors do."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     inner = getattr(handler, kind)
 
     async def respond(request: Any, context: Context) -> Any:
-        await admit(request, context)
-        return await inner(request, context)
+        async with mapped_errors(context, rpc=method):
+            return await inner(admit(request, context), context)
 
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-        await admit(request, context)
-        async with aclosing(inner(request, context)) as responses:
+        async with mapped_errors(context, rpc=method), aclosing(inner(admit(request, context), context)) as responses:
             async for response in responses:
                 yield response
 
@@ -314,11 +314,11 @@ def _guarded(handler: Any, admit: Callable[[Any, Context], Awaitable[None]]) -> 
 
 
 class _ReadableRequests(grpc.aio.ServerInterceptor):
-    """Refuses a request whose bytes are no message of its type in our words. On a stream they still end the call."""
+    """Refuses a request whose bytes are no message of its type in our words; on a stream that ends the call."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None or handler.request_deserializer is None:
             return handler
         method = handler_call_details.method
 
@@ -328,12 +328,19 @@ class _ReadableRequests(grpc.aio.ServerInterceptor):
             except DecodeError:
                 return None
 
-        async def admit(request: Message | None, context: Context) -> None:
-            async with mapped_errors(context, rpc=method):
-                if request is None:
-                    raise PayloadInvalid(f"These bytes are no request of {method}; send what the protocol says.")
+        def readable(request: Message | None) -> Message:
+            if request is None:
+                raise PayloadInvalid(f"These bytes are no request of {method}; send what the protocol says.")
+            return request
 
-        return _guarded(handler._replace(request_deserializer=read), admit)
+        async def all_readable(requests: AsyncIterable[Message | None]) -> AsyncIterator[Message]:
+            async for request in requests:
+                yield readable(request)
+
+        def admit(request: Any, _context: Context) -> Any:
+            return all_readable(request) if handler.request_streaming else readable(request)
+
+        return _guarded(handler._replace(request_deserializer=read), method, admit)
 
 
 class _UnknownMethods(grpc.GenericRpcHandler):
@@ -449,8 +456,8 @@ async def mapped_errors(context: Abortable, **log_fields: str) -> AsyncIterator[
         yield
     except PacelineError as error:
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
-    except (grpc.aio.AbortError, asyncio.CancelledError):
-        raise
+    except (grpc.aio.BaseError, asyncio.CancelledError):
+        raise  # the call has been ended, here or by whoever made it
     except Exception:
         logger.exception("a handler failed", **log_fields)
         await context.abort_with_status(rpc_status.to_status(to_status(internal_error())))

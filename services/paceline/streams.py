@@ -17,9 +17,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from paceline.errors import PacelineError, QueueFull
+from paceline.errors import PacelineError, PayloadInvalid, QueueFull
 from paceline.rpc import Outbox
 from paceline.sessions import Address
+from paceline.types import MAX_SESSION_ID_LENGTH
 
 ItemT = TypeVar("ItemT", bound=Message)
 EventT = TypeVar("EventT", bound=Message)
@@ -101,6 +102,7 @@ class PeerStreams(Generic[AddressedT, EventT]):
 
     def _accept(self, peer: int, item: AddressedT) -> None:
         try:
+            _require_name(item.session_id)
             self._on_item(peer, item)
         except PacelineError as error:
             self.send(peer, self._failed(Address(peer, item.session_id, item.epoch), error))
@@ -109,6 +111,13 @@ class PeerStreams(Generic[AddressedT, EventT]):
         while True:
             await asyncio.sleep(self._heartbeat_s)
             self.send(peer, self._heartbeat())
+
+
+def _require_name(session_id: str) -> None:
+    if not 0 < len(session_id) <= MAX_SESSION_ID_LENGTH:
+        raise PayloadInvalid(
+            f"A session's id has 1 to {MAX_SESSION_ID_LENGTH} characters, not {len(session_id)}; choose another."
+        )
 
 
 class PairStream(Generic[ItemT, EventT]):

@@ -29,6 +29,7 @@ MAX_BRANCHES = 64  # lines of drafted tokens besides the likeliest one, and bran
 MAX_FAN_OUT = 16  # guesses at one position
 MAX_LOGPROBS = 20  # most probable tokens that are reported beside one token
 MAX_TENANT_LENGTH = 256  # characters
+MAX_SESSION_ID_LENGTH = 128  # characters; ids of ended sessions are remembered
 
 
 class VerificationRule(StrEnum):

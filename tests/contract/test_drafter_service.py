@@ -531,10 +531,9 @@ damaged_messages = st.builds(
 @given(message=st.binary(max_size=60) | damaged_messages)
 @settings(max_examples=100, deadline=None, derandomize=True, phases=NO_SHRINKING)
 def test_whatever_the_bytes_are_only_their_own_stream_may_end(bench: Bench, message: bytes) -> None:
-    """100 messages of random or damaged bytes, the same each time: a plain status that tells nothing of the code; the other stream goes on."""
+    """100 messages of random or damaged bytes, the same each time: refused in our words at the worst; the other stream goes on."""
     with capture_logs():
         code, details = bench.status_of(DRAFT, message)
-    assert code in {grpc.StatusCode.OK, grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT}
-    assert "Traceback" not in details
-    assert "google.protobuf" not in details
+    assert code in {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+    assert code is grpc.StatusCode.OK or f"no request of {DRAFT}" in details
     bench.run(lambda peer, prefix: answers_to([], peer, prefix))
