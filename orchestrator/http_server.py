@@ -7,15 +7,19 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.errors import StartupFailed
 from paceline.tls import ServerTls
 
 _IDLE_CONNECTION_S = 65  # longer than a load balancer's 60, so that it is never we who close what it just uses
 _LAST_WORDS_S = 1  # for what still runs when the server is stopped
+_MAX_HEAD_BYTES = 64 * 1024
+_FRAME_BYTES = 16  # for each byte of a body, however small its chunks are
 
 
 class HttpServer:
@@ -26,6 +30,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 _ended_quietly(application),
+                http=_BoundedHead,
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -82,6 +87,33 @@ def _ended_quietly(application: ASGIApp) -> ASGIApp:
             await application(scope, receive, send)
 
     return run
+
+
+class _BoundedHead(HttpToolsProtocol):
+    """Refuses a request with an endless head, or endless trailers, which uvicorn would gather without a bound.
+
+    Counts what comes of a request besides its body, give or take what was read at once.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes, self._body_bytes = 0, 0
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        is_too_much = self._head_bytes > _MAX_HEAD_BYTES + _FRAME_BYTES * self._body_bytes
+        if is_too_much and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too large.")
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes -= len(body)
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes, self._body_bytes = 0, 0
+        super().on_message_complete()
 
 
 class _Server(uvicorn.Server):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -343,6 +343,42 @@ async def test_body_is_bounded_while_it_is_read() -> None:
             "/v1/completions", content=chunked(50_000), headers={"content-type": "application/json"}
         )
         assert passing.status_code == 200
+
+
+async def answer_to(front: Front, data: bytes) -> bytes:
+    """What comes back on a connection of its own until the server closes it."""
+    host, port = front.server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answer = b""
+    async with asyncio.timeout(LIMIT_S):
+        writer.write(data)
+        with suppress(ConnectionError):
+            answer = await reader.read(-1)
+    writer.close()
+    return answer
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize("beginning", [b"GET /", HEAD + b"x: ", HEAD + b"\r\n1\r\n{\r\n0\r\nx: "])
+async def test_head_that_does_not_end_is_refused(beginning: bytes) -> None:
+    """A target, a header or a trailer of a hundred thousand bytes, whose sender would go on; others are answered."""
+    async with serving(FakeGenerator()) as front:
+        answer = await answer_to(front, beginning + b"a" * 100_000)
+        assert answer.startswith(b"HTTP/1.1 400 ") or answer == b""  # what is closed with bytes unread may be lost
+        assert (await front.client.get("/health")).status_code == 200
+
+
+async def test_small_chunks_are_no_head() -> None:
+    """A body a byte at a time, whose frames are many times as long as itself, passes."""
+    fake = FakeGenerator()
+    body = json.dumps(BODY | {"prompt": "x" * 50_000}).encode()
+    async with serving(fake) as front:
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        answer = await answer_to(front, HEAD + b"connection: close\r\n\r\n" + chunks)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert [request.text for request in fake.requests] == ["x" * 50_000]
 
 
 async def read_nothing(front: Front) -> asyncio.StreamWriter:
