@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, compress, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -251,6 +251,23 @@ def test_characters_are_never_split_between_rounds(text: str, draft_length: int)
     pieces = [tracker.accept(round_ids).text for round_ids in rounds]
     assert "".join(pieces) + tracker.finish() == text
     assert not any(piece.endswith(REPLACEMENT_MARK) for piece in pieces)
+
+
+@pytest.mark.parametrize("text", ["🇩🇪", "👍🏽", "e\u0301o\u0323", "한국!", "क्षि", "שלום", "你好a"])
+def test_every_split_of_hard_text_gives_the_same_pieces(text: str) -> None:
+    """One byte a token in each of the 32 to 2,048 ways to split them, without a stop string, with one that straddles
+    characters, and with one that is never complete."""
+    ids = list(text.encode())
+    for stop in ((), (text[-2:],), (f"{text[-2:]}?",)):
+        ends = EndConditions(max_tokens=len(ids) + 1, stop=stop)
+        whole = OutputTracker(IncrementalDetokenizer(BYTE_LEVEL), ends)
+        pieces, rest = whole.accept(ids).pieces, whole.finish()
+        assert "".join(pieces) + rest == (text[:-2] if text[-2:] in stop else text)
+        for is_cut in product((False, True), repeat=len(ids) - 1):
+            tracker = OutputTracker(IncrementalDetokenizer(BYTE_LEVEL), ends)
+            starts = [0, *compress(range(1, len(ids)), is_cut), len(ids)]
+            cut = [tracker.accept(ids[start:end]).pieces for start, end in pairwise(starts)]
+            assert (tuple(chain.from_iterable(cut)), tracker.finish()) == (pieces, rest)
 
 
 @pytest.mark.parametrize(
