@@ -14,6 +14,10 @@ from paceline.client import Event, GenerationClient, GenerationRequest, Started,
 from paceline.errors import AnswerCancelled
 from tests.cluster.applications import tiny_application
 
+# A deployment of its own, which takes a minute to start; `tests/contract/test_ingress.py` has the same with one orchestrator
+# and a stand-in for the others.
+pytestmark = pytest.mark.slow
+
 ANSWERS = 8
 
 
