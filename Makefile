@@ -10,7 +10,7 @@ WORKERS := -n 2 --no-loadscope-reorder
 PROTO := $(sort $(wildcard proto/paceline/v1/*.proto))
 BENCHMARKS := $(sort $(wildcard benchmarks/[!_]*.py))
 
-.PHONY: help demo demo-ray test test-all check check-style check-types check-imports check-proto format proto bench clean
+.PHONY: help demo demo-ray test test-all fuzz check check-style check-types check-imports check-proto format proto bench clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -26,6 +26,9 @@ test: $(INSTALLED) ## run all tests but the slow ones
 
 test-all: $(INSTALLED) ## run all tests
 	@$(BIN)/pytest $(WORKERS) -m '' $(ARGS)
+
+fuzz: $(INSTALLED) ## throw 50,000 requests of any kind at the services; CASES=... SEED=...
+	@PACELINE_FUZZ_CASES='$(CASES)' PACELINE_FUZZ_SEED='$(SEED)' $(BIN)/pytest -s -m slow tests/fuzz $(ARGS)
 
 check: check-style check-types check-imports check-proto ## everything that can be checked without running a service
 
