@@ -34,7 +34,13 @@ def laptop_configuration(
                 "import_path": "orchestrator.app:build",
                 "args": {
                     "target": {
-                        "service": {"host": _LOOPBACK, "model": "smollm2", "device": "cpu", "max_sessions": 16, **target},
+                        "service": {
+                            "host": _LOOPBACK,
+                            "model": "smollm2",
+                            "device": "cpu",
+                            "max_sessions": 16,
+                            **target,
+                        },
                         "num_cpus": 1,
                         "labels": {},
                         "replicas": _ONE_REPLICA,
