@@ -117,6 +117,7 @@ async def test_sessions_scale_the_targets_and_nothing_else(endpoint: str) -> Non
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 async def test_stall_scales_the_drafters_and_nothing_else(endpoint: str) -> None:
     """Drafters 1, 3, 1 as sessions wait for drafts and cease to, targets stay."""
     await until_counts(endpoint, (1, 1), never=(1, None))

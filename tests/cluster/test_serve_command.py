@@ -179,6 +179,7 @@ def test_ctrl_c_in_the_middle_of_the_start_leaves_nothing_behind(file: Path, ser
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_failed_start_is_a_sentence_and_leaves_nothing_behind(
     tiny_model: Path, tmp_path: Path, serving: list[Serving]
 ) -> None:

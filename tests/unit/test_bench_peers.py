@@ -180,7 +180,7 @@ def test_models_that_cannot_be_loaded_are_told() -> None:
         serve(theirs)
         failure = ours.recv()
     assert isinstance(failure, PeerFailure)
-    assert failure.reason == "MODEL_NOT_FOUND"
+    assert failure.reason == "MODEL_UNAVAILABLE"
     assert "There is no folder './absent'" in failure.message
 
 
