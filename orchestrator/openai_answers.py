@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any, Protocol
 
 from orchestrator.openai_requests import Asked
@@ -28,6 +27,7 @@ from paceline.generation import (
     Started,
 )
 from paceline.types import ModelInfo, TokenLogprobs
+from paceline.version import installed_version
 
 Json = dict[str, Any]
 
@@ -53,7 +53,7 @@ def model_object(served: ServedModel, *, created_s: int) -> Json:
 
 def fingerprint(target: ModelInfo) -> str:
     """Of all that an answer's tokens depend on besides the request: while it is the same, so are the answers to a seed."""
-    parts = (version("paceline"), target.model_id, target.dtype, target.tokenizer_sha256, str(target.vocab_size))
+    parts = (installed_version(), target.model_id, target.dtype, target.tokenizer_sha256, str(target.vocab_size))
     return f"fp_{hashlib.sha256('/'.join(parts).encode()).hexdigest()[:12]}"
 
 
@@ -66,7 +66,7 @@ class Answer(ABC):
 
     def __init__(self, asked: Asked, served: ServedModel, spell: Speller) -> None:
         self._asked, self._served, self._spell = asked, served, spell
-        self._created_s = int(time.time())
+        self._created_s, self._fingerprint = int(time.time()), fingerprint(served.target)
         self._request_id = ""
         self._builders = [CompletionBuilder() for _ in asked.requests]
         self._seeds: dict[int, int] = {}
@@ -142,7 +142,7 @@ class Answer(ABC):
             "object": kind,
             "created": self._created_s,
             "model": self._served.name,
-            "system_fingerprint": fingerprint(self._served.target),
+            "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -29,9 +29,10 @@ from orchestrator.http_errors import Problem, RequestRefused, problem_of
 from orchestrator.http_exchange import CallerLeft, Exchange
 from orchestrator.openai_answers import Answer, ChatAnswer, CompletionAnswer, model_object
 from orchestrator.openai_requests import Asked, name_here, parse_chat, parse_completion
-from orchestrator.slow_reader import taken
+from orchestrator.slow_reader import deadline_while_unread, taken
 from paceline.errors import Draining, InvalidRequest, ModelNotFound, PacelineError, ReaderStalled, internal_error
 from paceline.generation import Event, ServedModel, Started
+from paceline.interleaving import interleaved
 from paceline.settings import OrchestratorSettings
 
 logger = structlog.get_logger(__name__)
@@ -115,12 +116,14 @@ class OpenAIApi:
         request = partial(
             self._door.generate, caller=caller, timeout_s=timeout_s, traceparent=exchange.headers.get("traceparent")
         )
-        async with exchange.while_connected(), aclosing(_events([request(item) for item in asked.requests])) as events:
-            if asked.stream:
-                await _stream(exchange, answer, events, reader_timeout_s=self._door.generator.reader_timeout_s)
-            else:
-                async for prompt, event in events:
-                    answer.add(prompt, event)
+        events = _events([request(item) for item in asked.requests])
+        with deadline_while_unread():
+            async with exchange.while_connected(), aclosing(events):
+                if asked.stream:
+                    await _stream(exchange, answer, events, reader_timeout_s=self._door.generator.reader_timeout_s)
+                else:
+                    async for prompt, event in events:
+                        answer.add(prompt, event)
         exchange.request_id = exchange.request_id or answer.request_id
         if asked.stream:
             await exchange.end_events(is_whole=True)
@@ -144,55 +147,16 @@ class OpenAIApi:
         return served
 
 
-async def _events(answers: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[tuple[int, Event]]:
+def _events(answers: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[tuple[int, Event]]:
     """The events of the answers to all prompts, each with the number of its prompt."""
     streams = [_numbered(prompt, events) for prompt, events in enumerate(answers)]
-    async with aclosing(_side_by_side(streams) if len(streams) > 1 else streams[0]) as events:
-        async for event in events:
-            yield event
+    return interleaved(streams) if len(streams) > 1 else streams[0]
 
 
 async def _numbered(prompt: int, events: AsyncGenerator[Event]) -> AsyncGenerator[tuple[int, Event]]:
     async with aclosing(events):
         async for event in events:
             yield prompt, event
-
-
-ItemT = TypeVar("ItemT")
-
-
-async def _side_by_side(streams: Sequence[AsyncGenerator[ItemT]]) -> AsyncGenerator[ItemT]:
-    """The items of all streams, each as soon as it is there; ends, with all of them, at the first error of one.
-
-    Each stream is read by one task from its beginning to its end, unlike `interleaved`: an answer has a timeout, which is
-    for the task that has set it.
-    """
-    items: asyncio.Queue[ItemT | asyncio.Task[None]] = asyncio.Queue()  # what was read, and readers that have ended
-    room = asyncio.Semaphore(1)  # for one item in the queue, however slowly it is taken
-
-    async def read(stream: AsyncGenerator[ItemT]) -> None:
-        async with aclosing(stream):
-            async for item in stream:
-                await room.acquire()
-                items.put_nowait(item)
-
-    readers = [asyncio.create_task(read(stream)) for stream in streams]
-    for reader in readers:
-        reader.add_done_callback(items.put_nowait)
-    try:
-        running = len(readers)
-        while running:
-            item = await items.get()
-            if isinstance(item, asyncio.Task):
-                item.result()
-                running -= 1
-            else:
-                yield item
-                room.release()
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
 
 
 async def _stream(

@@ -8,9 +8,10 @@ place and its memory at the models, which others want. Knows nothing of transpor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 
-from paceline.errors import ReaderStalled
+from paceline.errors import DeadlineExceeded, ReaderStalled
 
 
 async def taken(write: Awaitable[object], *, within_s: float) -> None:
@@ -22,4 +23,22 @@ async def taken(write: Awaitable[object], *, within_s: float) -> None:
         raise ReaderStalled(
             f"Nothing of this answer was read for {within_s:g} s, so it was ended; go on with the seed and the tokens that "
             "you have (output_ids)."
+        ) from None
+
+
+@contextmanager
+def deadline_while_unread() -> Iterator[None]:
+    """Around the reading of an answer's events and the writing of them; raises `DeadlineExceeded`.
+
+    An answer ends by a timeout of its own, which may strike while its last event is being written. Then it cancels the
+    task that writes, takes that back when the answer is closed, and nobody has said yet what it meant.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise DeadlineExceeded(
+            "The time allowed for this answer was used up while nobody read it; read on, or allow more."
         ) from None

@@ -6,7 +6,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from orchestrator.loop import RoundReport
 from orchestrator.openai_api import OpenAIApi
 from orchestrator.text import SpelledToken
 from paceline.errors import (
+    DeadlineExceeded,
     PacelineError,
     QueueFull,
     StartupFailed,
@@ -381,26 +382,60 @@ async def test_small_chunks_are_no_head() -> None:
     assert [request.text for request in fake.requests] == ["x" * 50_000]
 
 
-async def read_nothing(front: Front) -> asyncio.StreamWriter:
-    """Ask for a stream and leave its answer in the kernel."""
+async def ask_unread(
+    front: Front, body: dict[str, Any], **headers: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask and leave the answer in the kernel until it is read."""
     host, port = front.server.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port), limit=1)
-    content = json.dumps(STREAM).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    content = json.dumps(body).encode()
+    head = {"host": "x", "content-type": "application/json", "content-length": str(len(content))} | headers
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    writer.write(f"POST /v1/completions HTTP/1.1\r\n{lines}\r\n".encode() + content)
     await writer.drain()
-    return writer
+    return reader, writer
 
 
 async def test_slow_reader_holds_the_answer_up_and_is_left_in_the_end() -> None:
     """What fits into the buffers of a connection is made, and no more; behind the patience of the server it ends."""
     fake = FakeGenerator([STARTED], endless=delta("x" * 10_000))
     async with serving(fake) as front:
-        writer = await read_nothing(front)
+        _, writer = await ask_unread(front, STREAM)
         async with asyncio.timeout(LIMIT_S):
             await fake.closed.wait()
         writer.close()
     assert fake.given < 2000, "20 MB, while the kernel keeps a few"
+
+
+class Punctual(FakeGenerator):
+    """Ends in time, as the generator does: by a timeout of its own, wherever it strikes."""
+
+    async def generate(
+        self, request: GenerationRequest, *, timeout_s: float | None, **others: Any
+    ) -> AsyncGenerator[Event]:
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                aclosing(super().generate(request, timeout_s=timeout_s, **others)) as events,
+            ):
+                async for event in events:
+                    yield event
+        except TimeoutError:
+            raise DeadlineExceeded("Late.") from None
+
+
+@pytest.mark.parametrize("prompt", ["Why?", ["Why?", "How?"]], ids=["one", "two"])
+async def test_time_that_is_up_while_nobody_reads_is_said_to_whoever_reads_on(prompt: str | list[str]) -> None:
+    """As the last event: what ended the answer was neither the server's end nor the reader's patience."""
+    fake = Punctual([STARTED], endless=delta("x" * 10_000))
+    fake.reader_timeout_s = LIMIT_S
+    async with serving(fake) as front, asyncio.timeout(LIMIT_S):
+        headers = {"x-request-timeout": "0.5", "connection": "close"}
+        reader, writer = await ask_unread(front, STREAM | {"prompt": prompt}, **headers)
+        await fake.closed.wait()
+        received = await reader.read(-1)
+        writer.close()
+    assert b'"code":"deadline_exceeded"' in received[-500:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
