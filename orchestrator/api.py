@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -47,8 +47,6 @@ _LONGEST_DEADLINE = 16  # digits: some thousand years from now
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_METHODS = "/grpc.health.v1.Health/"
 
-Response = TypeVar("Response")
-
 
 class GenerationServicer(generation_grpc.GenerationServiceServicer):
     """Serves `paceline.v1.GenerationService` on a port of our own."""
@@ -75,7 +73,6 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
     ) -> generation_pb.CancelResponse:
         async with mapped_errors(context, rpc="Cancel"):
             return await _cancel(self._door, request, _caller(self._door, context))
-        raise AssertionError("mapped_errors ends the call")
 
     async def ListModels(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.ListModelsRequest, context: Context
@@ -83,7 +80,6 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         async with mapped_errors(context, rpc="ListModels"):
             _caller(self._door, context)
             return served_models_to_proto(self._generator.models())
-        raise AssertionError("mapped_errors ends the call")
 
     async def GetServerInfo(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetServerInfoRequest, context: Context
@@ -91,7 +87,6 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         async with mapped_errors(context, rpc="GetServerInfo"):
             _caller(self._door, context)
             return server_info_to_proto(self._generator.info())
-        raise AssertionError("mapped_errors ends the call")
 
     async def GetPoolStatus(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetPoolStatusRequest, context: Context
@@ -99,7 +94,6 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         async with mapped_errors(context, rpc="GetPoolStatus"):
             _caller(self._door, context)
             return deployment_status_to_proto(self._generator.status())
-        raise AssertionError("mapped_errors ends the call")
 
     async def GetRoundTrace(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetRoundTraceRequest, context: Context
@@ -107,7 +101,6 @@ class GenerationServicer(generation_grpc.GenerationServiceServicer):
         async with mapped_errors(context, rpc="GetRoundTrace"):
             _caller(self._door, context)
             return await _round_trace(self._generator, request, lambda traced: traced)
-        raise AssertionError("mapped_errors ends the call")
 
 
 async def _answer(
@@ -193,43 +186,45 @@ async def ingress_cancel(
             return response
     except _StatusIsSet:
         return generation_pb.CancelResponse()
-    raise AssertionError("mapped_errors sets a status")
 
 
 async def ingress_list_models(door: Door, context: IngressContext) -> generation_pb.ListModelsResponse:
     """`ListModels` behind an ingress."""
-
-    def respond() -> generation_pb.ListModelsResponse:
-        return served_models_to_proto(door.generator.models())
-
-    return await _ingress_respond(door, context, "ListModels", respond, otherwise=generation_pb.ListModelsResponse())
+    try:
+        async with mapped_errors(_StatusSetter(context), rpc="ListModels"):
+            _caller(door, context)
+            return served_models_to_proto(door.generator.models())
+    except _StatusIsSet:
+        return generation_pb.ListModelsResponse()
 
 
 async def ingress_get_server_info(door: Door, context: IngressContext) -> generation_pb.GetServerInfoResponse:
     """`GetServerInfo` behind an ingress."""
-    return await _ingress_respond(
-        door,
-        context,
-        "GetServerInfo",
-        lambda: server_info_to_proto(door.generator.info()),
-        otherwise=generation_pb.GetServerInfoResponse(),
-    )
+    try:
+        async with mapped_errors(_StatusSetter(context), rpc="GetServerInfo"):
+            _caller(door, context)
+            return server_info_to_proto(door.generator.info())
+    except _StatusIsSet:
+        return generation_pb.GetServerInfoResponse()
+
+
+async def _as_it_is(status: DeploymentStatus) -> DeploymentStatus:
+    return status
 
 
 async def ingress_get_pool_status(
     door: Door,
     context: IngressContext,
     *,
-    annotate: Callable[[DeploymentStatus], DeploymentStatus] = lambda status: status,
+    annotate: Callable[[DeploymentStatus], Awaitable[DeploymentStatus]] = _as_it_is,
 ) -> generation_pb.GetPoolStatusResponse:
-    """`GetPoolStatus` behind an ingress; `annotate` adds what only the control plane knows."""
-    return await _ingress_respond(
-        door,
-        context,
-        "GetPoolStatus",
-        lambda: deployment_status_to_proto(annotate(door.generator.status())),
-        otherwise=generation_pb.GetPoolStatusResponse(),
-    )
+    """`GetPoolStatus` behind an ingress; `annotate` adds what only the control plane knows, for whoever was let in."""
+    try:
+        async with mapped_errors(_StatusSetter(context), rpc="GetPoolStatus"):
+            _caller(door, context)
+            return deployment_status_to_proto(await annotate(door.generator.status()))
+    except _StatusIsSet:
+        return generation_pb.GetPoolStatusResponse()
 
 
 async def ingress_get_round_trace(
@@ -246,7 +241,6 @@ async def ingress_get_round_trace(
             return await _round_trace(door.generator, request, annotate)
     except _StatusIsSet:
         return generation_pb.GetRoundTraceResponse()
-    raise AssertionError("mapped_errors sets a status")
 
 
 async def ingress_check(
@@ -280,18 +274,6 @@ def _health(generator: Generator, service: str) -> int:
     else:
         status = HealthCheckResponse.NOT_SERVING
     return int(status)
-
-
-async def _ingress_respond(
-    door: Door, context: IngressContext, rpc: str, respond: Callable[[], Response], *, otherwise: Response
-) -> Response:
-    try:
-        async with mapped_errors(_StatusSetter(context), rpc=rpc):
-            _caller(door, context)
-            return respond()
-    except _StatusIsSet:
-        return otherwise
-    raise AssertionError("mapped_errors sets a status")
 
 
 class _StatusIsSet(Exception):

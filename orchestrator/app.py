@@ -144,14 +144,7 @@ class OrchestratorReplica:
     async def GetPoolStatus(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetPoolStatusRequest, grpc_context: RayServegRPCContext
     ) -> generation_pb.GetPoolStatusResponse:
-        wanted: Mapping[str, int] = {}
-        # Who asks while Serve's controller is away wants to know all the rest.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CONTROLLER_TIMEOUT_S):
-                wanted = await asyncio.to_thread(_wanted_replicas)
-        return await api.ingress_get_pool_status(
-            self._door, grpc_context, annotate=lambda status: _annotated(status, wanted)
-        )
+        return await api.ingress_get_pool_status(self._door, grpc_context, annotate=_annotated)
 
     async def GetRoundTrace(  # noqa: N802 - the name is the contract's
         self, request: generation_pb.GetRoundTraceRequest, grpc_context: RayServegRPCContext
@@ -219,7 +212,13 @@ def _wanted_replicas() -> dict[str, int]:
     }
 
 
-def _annotated(status: DeploymentStatus, wanted: Mapping[str, int]) -> DeploymentStatus:
+async def _annotated(status: DeploymentStatus) -> DeploymentStatus:
+    """With what Serve knows of it."""
+    wanted: Mapping[str, int] = {}
+    # Who asks while Serve's controller is away wants to know all the rest.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_CONTROLLER_TIMEOUT_S):
+            wanted = await asyncio.to_thread(_wanted_replicas)
     pools = tuple(replace(pool, desired_replicas=wanted.get(pool.name)) for pool in status.pools)
     orchestrator = replace(
         status.orchestrator,

@@ -7,7 +7,7 @@ import inspect
 import socket
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import grpc
@@ -449,15 +449,21 @@ def to_status(error: PacelineError) -> status_pb2.Status:
     return status_pb2.Status(code=status_code(error).value[0], message=error.message, details=packed)
 
 
-@asynccontextmanager
-async def mapped_errors(context: Abortable, **log_fields: str) -> AsyncIterator[None]:
-    """Turn what a handler raises into a gRPC status; anything unexpected is logged and hidden from the peer."""
-    try:
-        yield
-    except PacelineError as error:
-        await context.abort_with_status(rpc_status.to_status(to_status(error)))
-    except (grpc.aio.BaseError, asyncio.CancelledError):
-        raise  # the call has been ended, here or by whoever made it
-    except Exception:
-        logger.exception("a handler failed", **log_fields)
-        await context.abort_with_status(rpc_status.to_status(to_status(internal_error())))
+class mapped_errors:  # noqa: N801 - as those of contextlib are named
+    """Turn what a handler raises into a gRPC status, which ends the call; the unexpected is logged and hidden from the peer."""
+
+    def __init__(self, context: Abortable, **log_fields: str) -> None:
+        self._context, self._log_fields = context, log_fields
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        match error:
+            case PacelineError():
+                await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
+            case grpc.aio.BaseError():
+                pass  # the call has been ended, here or by whoever made it
+            case Exception():
+                logger.error("a handler failed", exc_info=error, **self._log_fields)
+                await self._context.abort_with_status(rpc_status.to_status(to_status(internal_error())))

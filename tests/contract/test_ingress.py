@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -257,6 +258,23 @@ async def test_unary_methods_answer_or_set_a_status() -> None:
         context = FakeContext()
         assert await respond(door_of(failing), context) == empty
         assert (context.code, context.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "TARGET_UNAVAILABLE")
+
+
+async def test_control_plane_is_asked_for_those_alone_who_are_let_in() -> None:
+    """What a stranger calls costs it nothing; what it says is in the answer."""
+    asked = 0
+
+    async def annotate(status: DeploymentStatus) -> DeploymentStatus:
+        nonlocal asked
+        asked += 1
+        return replace(status, orchestrator=replace(status.orchestrator, replica_id="o1"))
+
+    door = Door(generator_of(FakeGenerator()), LoopbackGate())
+    assert await ingress_get_pool_status(door, FakeContext(), annotate=annotate) == pb.GetPoolStatusResponse()
+    assert asked == 0
+    near = FakeContext(peer="ipv4:127.0.0.1:40000")
+    status = await ingress_get_pool_status(door, near, annotate=annotate)
+    assert (status.orchestrator.replica_id, asked) == ("o1", 1)
 
 
 async def test_models_are_listed_or_a_status_is_set() -> None:
