@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from orchestrator.door import Caller, Gate, OpenGate, UseTokens
-from paceline.errors import RateLimited, Unauthenticated
+from paceline.errors import InvalidRequest, RateLimited, Unauthenticated
 from paceline.exposure import is_loopback
 from paceline.settings import OrchestratorSettings
 from paceline.tokens import TokenEntry, TokenFile, find_entry, read_tokens
@@ -81,7 +81,7 @@ class Account:
     def answers(self, count: int) -> Iterator[UseTokens]:
         """Room for one request with so many answers while the block runs; what is given takes the tokens they used.
 
-        Raises `RateLimited` with the time after which the same request is taken.
+        Raises `RateLimited` with the time after which the same request is taken, and `InvalidRequest` if it never is.
         """
         self._refuse_unless_granted(count)
         if self._requests is not None:
@@ -94,6 +94,11 @@ class Account:
 
     def _refuse_unless_granted(self, count: int) -> None:
         limit = self._entry.concurrent_answers
+        if limit is not None and count > limit:
+            raise InvalidRequest(
+                f"n is {count}, but at most {limit} answers of {self._entry.name} run at once; ask for fewer.",
+                parameter="n",
+            )
         if limit is not None and self.answering + count > limit:
             raise RateLimited(
                 f"{self.answering} answers of {self._entry.name} are running, and at most {limit} may with the {count} of "

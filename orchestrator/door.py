@@ -39,7 +39,8 @@ class Gate(Protocol):
         """
 
     def answers(self, caller: Caller, *, count: int) -> AbstractContextManager[UseTokens]:
-        """One request with so many answers, while the block runs; raises `RateLimited` instead if that is too much."""
+        """One request with so many answers, while the block runs; raises `RateLimited` instead if that is too much now,
+        and `InvalidRequest` if it always is."""
 
 
 class OpenGate:

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.access import Account, Budget, LoopbackGate, TokenGate, gate_of, ingress_gate_of
 from orchestrator.door import Caller, OpenGate
-from paceline.errors import RateLimited, Unauthenticated
+from paceline.errors import InvalidRequest, RateLimited, Unauthenticated
 from paceline.settings import OrchestratorSettings
 from paceline.tokens import TokenEntry, TokenFile, hash_token, new_token, write_tokens
 
@@ -187,6 +187,16 @@ def test_answers_at_once_are_counted_with_all_choices() -> None:
     with pytest.raises(ZeroDivisionError), account.answers(3):
         raise ZeroDivisionError
     assert account.answering == 0
+
+
+def test_more_answers_than_may_ever_run_are_no_matter_of_time() -> None:
+    """The caller is told to ask for fewer, not to try again, whether or not others of its answers run."""
+    account = Account(entry(concurrent_answers=3), Clock())
+    with pytest.raises(InvalidRequest, match="n is 4, but at most 3"), account.answers(4):
+        pass
+    with account.answers(3), pytest.raises(InvalidRequest) as caught, account.answers(4):
+        pass
+    assert caught.value.parameter == "n"
 
 
 def test_a_refused_request_costs_no_other_limit() -> None:
