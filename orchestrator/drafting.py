@@ -95,6 +95,8 @@ class DraftsWithFallback:
         return self._remote.is_ready(prefix, plan)
 
     async def draft(self, prefix: TokenPrefix, plan: RoundPlan) -> OfferedDraft:
+        if self._clock is not None:
+            self._clock.begin_wait()
         draft = await self._remote.draft(prefix, plan)
         # A plan that does not wait for the drafter misses none: more drafters would not have been faster.
         if self._clock is not None and self._remote.wants_drafts and (draft is not None or plan.enough_length):
@@ -119,7 +121,7 @@ class _RoundClock:
 
     def __init__(self, meter: StallMeter) -> None:
         self._meter = meter
-        self._began_s = 0.0
+        self._began_s = self._asked_s = 0.0
         self._stalled_s: float | None = None  # None: this round wanted no draft
 
     def begin_round(self) -> None:
@@ -128,6 +130,10 @@ class _RoundClock:
             self._meter.record(stalled_s=self._stalled_s, round_s=now_s - self._began_s)
         self._began_s, self._stalled_s = now_s, None
 
+    def begin_wait(self) -> None:
+        """A draft is wanted from now on: till now the client may have had its turn."""
+        self._asked_s = self._meter.clock()
+
     def note_draft(self, *, has_come: bool) -> None:
-        """A draft was wanted, and this is how it went; a round begins with waiting for it."""
-        self._stalled_s = self._meter.clock() - self._began_s if has_come else math.inf
+        """A draft was wanted, and this is how it went."""
+        self._stalled_s = self._meter.clock() - self._asked_s if has_come else math.inf

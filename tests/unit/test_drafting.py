@@ -764,12 +764,15 @@ class SlowRemote(FakeRemote):
         return self.answer
 
 
-async def run_rounds(remote: SlowRemote, *, rounds: int, verify_s: float, is_wanted: bool = True) -> StallMeter:
-    """Rounds of one session, each a wait for a draft and then a verdict; one more commit ends the last."""
+async def run_rounds(
+    remote: SlowRemote, *, rounds: int, verify_s: float, is_wanted: bool = True, client_s: float = 0.0
+) -> StallMeter:
+    """Rounds of one session, each the client's turn, a wait for a draft and then a verdict; one more commit ends the last."""
     meter = StallMeter(clock=remote.clock)
     drafts = DraftsWithFallback(remote, lookup(), stall=meter)
     for _ in range(rounds):
         drafts.commit(PERIODIC, ORDER)
+        remote.clock.now_s += client_s
         if is_wanted:
             await drafts.draft(PERIODIC, wanted(4))
         remote.clock.now_s += verify_s
@@ -782,6 +785,12 @@ async def test_stall_is_the_share_of_the_round_that_was_spent_waiting_for_the_dr
     for answer in (Draft((1,)), Draft()):
         meter = await run_rounds(SlowRemote(answer, wait_s=1.0), rounds=2, verify_s=3.0)
         assert meter.fraction == pytest.approx(0.25)
+
+
+async def test_clients_time_is_no_stall() -> None:
+    """Nobody waits for a drafter while the client takes its tokens: more drafters would not make it faster."""
+    meter = await run_rounds(SlowRemote(Draft((1,)), wait_s=1.0), rounds=2, verify_s=3.0, client_s=4.0)
+    assert meter.fraction == pytest.approx(1 / 8)
 
 
 async def test_a_round_without_the_drafters_draft_is_stalled_as_a_whole() -> None:
