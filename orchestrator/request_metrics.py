@@ -125,7 +125,7 @@ class WeightedHistogram:
     """A histogram in which one observation may count many times, at the price of one."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
+        self._bounds = tuple(map(float, bounds))  # written as the library writes its own: 1.0, not 1
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 

@@ -49,11 +49,13 @@ class RunningAnswers:
         return True
 
     async def _make_room(self, key: tuple[str, str], *, resumes: bool) -> None:
-        if key in self._answers and not resumes:
-            raise RequestIdTaken(
-                f"Another answer with the request_id {key[1]!r} is running; choose another, or cancel that one."
-            )
-        await self.cancel(caller=key[0], request_id=key[1])
+        # Again and again: while one is being ended another may come.
+        while key in self._answers:
+            if not resumes:
+                raise RequestIdTaken(
+                    f"Another answer with the request_id {key[1]!r} is running; choose another, or cancel that one."
+                )
+            await self.cancel(caller=key[0], request_id=key[1])
 
 
 class _Answer:

@@ -93,8 +93,9 @@ def test_round_without_a_token_is_no_gap() -> None:
 
 
 def test_weighted_histogram_is_one_that_observes_as_often() -> None:
-    """The same buckets as the library's own, also for values on a bound, behind the last and below the first."""
-    bounds = (0.1, 0.2, 0.5)
+    """The same buckets, under the same names, as the library's own, also for values on a bound, behind the last and below
+    the first."""
+    bounds = (0.1, 0.2, 0.5, 1)
     ours, registry = WeightedHistogram(bounds), CollectorRegistry()
     theirs = Histogram("gaps", "Gaps.", registry=registry, buckets=bounds)
     for observed, weight in ((0.0, 1), (0.1, 2), (0.15, 3), (0.2, 1), (0.5, 4), (0.7, 5), (100.0, 1)):

@@ -168,6 +168,24 @@ async def test_resumption_takes_the_place_of_what_it_resumes() -> None:
     assert new.is_closed
 
 
+async def test_of_two_resumptions_at_once_one_is_left() -> None:
+    """Each takes the place of what is there when its turn comes, be it the other one: none goes on unknown to us."""
+    answers, old, both = RunningAnswers(), Endless(), [Endless(), Endless()]
+    first = asyncio.ensure_future(read_all(follow(answers, old, request_id="mine")))
+    await old.is_waiting.wait()
+    # Two tasks that begin in the same turn of the loop: the second comes while the first waits for the old one's end.
+    readers = [
+        asyncio.ensure_future(read_all(follow(answers, endless, request_id="mine", resumes=True))) for endless in both
+    ]
+    done, _ = await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
+    assert len(done) == 1
+    assert await answers.cancel(caller="a", request_id="mine")
+    for reader in (first, *readers):
+        with pytest.raises(AnswerCancelled):
+            await reader
+    assert not await answers.cancel(caller="a", request_id="mine")
+
+
 async def test_no_cancellation_is_left_over() -> None:
     """The task's own count of cancellations is as before: a later `asyncio.timeout` in it works."""
     answers, endless = RunningAnswers(), Endless()
