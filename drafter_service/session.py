@@ -80,7 +80,7 @@ class DraftSession(Generic[StateT]):
         self.draft_length, self.credit = 1, 0
         self.branches = self.fan_out = 0
         self.needs_ingest = True
-        self._most_drafted = 0  # tokens behind the committed ones that a line may have when it is to grow no further
+        self._most_drafted = 0  # a line with so many tokens behind the committed ones grows no further
         self._acceptance = 0.0
         self._sharpness = sharpness[spec.effective_rule]
         self._is_static = spec.effective_rule is VerificationRule.REJECTION

@@ -184,15 +184,15 @@ class DraftModelMethod(Generic[CacheT]):
             return Wish(state, drafted, committed_length + len(drafted), 1)
         return Wish(state, drafted, committed_length - 1, 0)
 
-    def _draw(self, places: Sequence[_Place], law: _Law, guesses: int) -> list[DraftedToken | PacelineError]:
+    def _draw(self, places: Sequence[_Place], law: _Law, guesses: int) -> Sequence[DraftedToken | PacelineError]:
         """A token for each place, drawn together as long as none of them fails."""
         rows = [place.row for place in places]
         if law.vocab_size != self._model.vocab_size:
             rows = [row._replace(logits=fit_vocabulary(row.logits, law.vocab_size)) for row in rows]
         try:
-            return [
-                *choose_draft_tokens(rows, params=law.params, rule=law.rule, max_entries=self._entries, guesses=guesses)
-            ]
+            return choose_draft_tokens(
+                rows, params=law.params, rule=law.rule, max_entries=self._entries, guesses=guesses
+            )
         except Exception as error:
             if len(places) > 1:
                 return [drafted for place in places for drafted in self._draw([place], law, guesses)]

@@ -90,9 +90,11 @@ def pack(batch: Sequence[Extension[CacheT]], tables: Sequence[Paged], *, block_s
 
 
 def _stack(tables: Sequence[Sequence[int]]) -> Ints:
-    padding = [0] * max(map(len, tables))
-    padded = chain.from_iterable([(*blocks, *padding[len(blocks) :]) for blocks in tables])
-    return np.fromiter(padded, np.int32, len(tables) * len(padding)).reshape(len(tables), len(padding))
+    # Row by row: one long table among short ones must not cost its length for each of them.
+    stacked = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, blocks in zip(stacked, tables, strict=True):
+        row[: len(blocks)] = blocks
+    return stacked
 
 
 def _last_rows(
