@@ -1,6 +1,7 @@
 """Target and drafter services whose model takes no time, so that what is left is Paceline's own cost.
 
-Or a set time for each step, with the settings `--emulated-step-ms...` of the services. Run as `python -m benchmarks.instant target` or `... drafter`; prints the services' ordinary ready line.
+Or each step takes a set time, with the services' settings `--emulated-step-ms...`. Run as `python -m benchmarks.instant
+target` or `... drafter`; prints the services' ordinary ready line.
 """
 
 from __future__ import annotations

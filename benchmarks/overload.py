@@ -38,7 +38,7 @@ from paceline.process import new_event_loop
 from paceline.types import SamplingParams
 from tests.checkpoints import word_tokenizer
 
-FIGURE = Path(__file__).parent.parent / "docs" / "overload.svg"
+FIGURE = Path(__file__).parent.parent / "docs" / "overload.png"
 ACCEPTED_COLOUR, REFUSED_COLOUR, LIMIT_COLOUR = "#1f5fa8", "#e08a1e", "#bb3333"
 
 REFUSAL_LIMIT_S = 0.1
@@ -341,7 +341,7 @@ def draw(phases: Sequence[Phase], *, caption: str) -> None:
     memory.set_ylim(0)
     _dress(memory, "resident memory during the overload, MiB", f"seconds since it began\n{caption}")
     FIGURE.parent.mkdir(exist_ok=True)
-    figure.savefig(FIGURE.with_suffix(".png"), dpi=110)
+    figure.savefig(FIGURE, dpi=110)
 
 
 def _dress(axes: Axes, title: str, below: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class Stream:
             call.cancel()
 
 
-class _Witness:
+class _Witness(ABC):
     """A session that behaves, and the event that must come for it."""
 
     method: str
@@ -170,8 +171,9 @@ class _Witness:
             assert event.failed.message, event
         return event.session_id == self.session_id and self._is_right(event)
 
+    @abstractmethod
     def _is_right(self, event: Any) -> bool:
-        raise NotImplementedError
+        """Whether an event of the session is the one that must come."""
 
 
 class _TargetWitness(_Witness):
