@@ -6,8 +6,9 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from paceline.engine.attention import RaggedAttention
+from paceline.engine.batch import RaggedBatch
 from paceline.engine.block_pool import BlockTable
 from paceline.engine.checkpoint import load_network, resolve_checkpoint
 from paceline.engine.interface import Extension
@@ -316,6 +319,90 @@ def test_failure_inside_the_network_undoes_the_step(tiny: CausalModel, monkeypat
             logits_of(tiny, cache, [9, 9])
     assert cache.length == 5
     assert_same_rows(logits_of(tiny, cache, IDS[5:6]), expected[5:])
+
+
+def test_failure_on_the_way_to_the_host_undoes_the_step(tiny: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a device's errors show, long after its work was handed to it; each session of the step is then tried alone."""
+    caches = [tiny.new_cache(), tiny.new_cache()]
+    batch = [Extension(cache, IDS[:4], 1) for cache in caches]
+
+    class Lost:
+        def cpu(self) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny, "_forward", lambda _: Lost())
+        with pytest.raises(torch.OutOfMemoryError):
+            tiny.step(batch)
+    assert [cache.length for cache in caches] == [0, 0]
+    (alone,) = tiny.step(batch[:1])
+    assert_same_rows(alone, logits_of(tiny, tiny.new_cache(), IDS[:4])[-1:])
+
+
+class RefusingKernel:
+    """Attention that raises at its first step, as a kernel does that does not take a model's shapes."""
+
+    def __init__(self, *_: object) -> None:
+        raise ValueError("no kernel for blocks of 16")
+
+
+def test_kernel_that_refuses_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention goes on without it: no memory is held, and a noisy drafter is as noisy as it was to be."""
+    folder = save_tiny_checkpoint(tmp_path / "model", seed=1)
+    plain = CausalModel.load(str(folder), dtype="float32", device="cpu", logit_noise=1.0)
+    monkeypatch.setattr("paceline.engine.model._choose_attention", lambda *_: (RefusingKernel, 0))
+    model = CausalModel.load(str(folder), dtype="float32", device="cpu", logit_noise=1.0)
+    assert model.memory.held_tokens == 0
+    model.memory.check()
+    assert_same_rows(logits_of(model, model.new_cache(), IDS), logits_of(plain, plain.new_cache(), IDS))
+
+
+class ReplayingSteps:
+    """In place of captured graphs: takes single tokens, and computes them as the model does, or wrongly."""
+
+    is_wrong = False
+
+    def __init__(self, run: Any, **_: object) -> None:
+        self.taken: list[int] = []
+
+    def prepare(self, max_sessions: int) -> list[int]:
+        return [1, 2]
+
+    def takes(self, batch: RaggedBatch) -> bool:
+        return len(batch.ids) == len(batch.order)
+
+    def logits(self, batch: RaggedBatch) -> Tensor:
+        self.taken.append(len(batch.order))
+        return self.rows[len(batch.order)] + (1.0 if self.is_wrong and len(batch.order) == 2 else 0.0)
+
+    rows: ClassVar[dict[int, Tensor]] = {}
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_graphs_are_used_where_each_gives_the_rows_of_a_plain_step(
+    tiny: CausalModel, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    """With a fused kernel each size is captured and compared; one that differs, and none is used. Simulated: what a graph
+    would compute is known beforehand."""
+    for sessions in (1, 2):
+        caches = [tiny.new_cache() for _ in range(sessions)]
+        rows = tiny.step([Extension(cache, [number], 1) for number, cache in enumerate(caches, start=1)])
+        ReplayingSteps.rows[sessions] = torch.cat(rows)
+        for cache in caches:
+            tiny.release(cache)
+    held = tiny.memory.held_tokens
+    monkeypatch.setattr(tiny, "_attention", partial(RaggedAttention))  # any but the plain one
+    monkeypatch.setattr("paceline.engine.model.GraphedSteps", ReplayingSteps)
+    monkeypatch.setattr(ReplayingSteps, "is_wrong", is_wrong)
+    monkeypatch.setattr(tiny, "_graphs", None)  # put back at the end
+    assert tiny.capture_graphs(2) is not is_wrong
+    assert (tiny._graphs is None) is is_wrong
+    assert tiny.memory.held_tokens == held
+
+
+def test_without_a_fused_kernel_no_graph_is_captured(tiny: CausalModel) -> None:
+    """As on every processor."""
+    assert not tiny.capture_graphs(2)
 
 
 def test_one_cache_twice_in_a_batch_is_our_own_mistake(tiny: CausalModel) -> None:

@@ -69,16 +69,17 @@ Replay = Callable[[], Tensor]
 
 
 def capture(run: Run, inputs: DecodeInputs) -> Replay:
-    """The run as a CUDA graph."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is set up at first use must not be captured
-        for _ in range(2):
-            run(inputs)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = run(inputs)
+    """The run as a CUDA graph, on the device of its inputs."""
+    with torch.cuda.device(inputs.ids.device):
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what is set up at first use must not be captured
+            for _ in range(2):
+                run(inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = run(inputs)
 
     def replay() -> Tensor:
         graph.replay()

@@ -146,16 +146,14 @@ def step_tokens(requested: int, kind: str) -> int:
 
 
 def estimate_step_bytes(
-    *, tokens: int, logit_rows: int, hidden_size: int, intermediate_size: int, vocab_size: int, itemsize: int
+    *, tokens: int, hidden_size: int, intermediate_size: int, vocab_size: int, itemsize: int
 ) -> int:
-    """About what one step holds at its widest: a layer's activations, then the rows of logits and their distributions.
+    """About what one step holds at its widest: a layer's activations, and the logits of every token.
 
     In a layer: the residual, its norm, queries, keys, values and attention, and three arrays within the feed-forward
-    network. Of a row of logits: itself, and in float32 the scores, their sorted copy and the distribution.
+    network. What is made of logits is made on the host.
     """
-    activations = tokens * itemsize * (6 * hidden_size + 3 * intermediate_size)
-    logits = logit_rows * vocab_size * (itemsize + 3 * 4)
-    return activations + logits
+    return tokens * itemsize * (6 * hidden_size + 3 * intermediate_size + vocab_size)
 
 
 def _context(requested: int, model_context: int) -> int:

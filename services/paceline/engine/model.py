@@ -63,7 +63,6 @@ logger = structlog.get_logger(__name__)
 UNSTATED_MAX_CONTEXT = 2**20  # for models without positions, which state no limit
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _USUAL_LIMITS = MemoryLimits()
-_USUAL_ROWS = 8  # of logits, that a session wants in one step
 _PROBE_LENGTH = 24  # tokens
 _PROBE_TOLERANCE = 0.1  # relative; bfloat16 differs by 0.01 to 0.03, attention of another kind by 0.3 and more
 
@@ -116,7 +115,7 @@ class CausalModel:
             bytes_per_token=bytes_per_token(recorder.shapes, self.dtype),
             weight_bytes=weights,
             model_context=model_context,
-            step_bytes=self._step_bytes(config, limits) if self._device.type == "cuda" else 0,
+            step_bytes=self._step_bytes(config) if self._device.type == "cuda" else 0,
         )
         self.allocation = Allocation(plan, weights, self._device.type)
         self.max_context = plan.max_context
@@ -218,11 +217,11 @@ class CausalModel:
         packed = pack(
             batch, [extension.cache for extension in batch], block_size=self.memory.block_size, short=self._short
         )
-        logits = self._forward(packed)
+        # To the host in one piece: that is the one time in a step that anybody waits for the device, and hears of its errors.
+        logits = self._forward(packed).cpu()
         for extension in batch:
             self.memory.extend(extension.cache, len(extension.ids))
-        # To the host in one piece: that is the one time in a step that anybody waits for the device.
-        return list(torch.split(logits.cpu(), list(packed.logit_counts)))
+        return list(torch.split(logits, list(packed.logit_counts)))
 
     def warm_up(self) -> None:
         """Run a prompt, a block and a single token, so that no request pays for first use."""
@@ -240,7 +239,7 @@ class CausalModel:
         That is without a GPU or a fused kernel, and where a graph cannot be captured or gives other rows than a plain
         step: some models wait for the device in mid-step.
         """
-        if self._attention is not FusedAttention.of_batch:
+        if self._attention is RaggedAttention:
             return False
         graphs = GraphedSteps(
             self._decode,
@@ -248,24 +247,36 @@ class CausalModel:
             scratch_slot=self._kv_memory.scratch_slot,
             device=self._device,
         )
-        probe = [1 % self.vocab_size]
-        cache = self.new_cache()
-        (expected,) = self.step([Extension(cache, probe, 1)])
         try:
             with torch.inference_mode():
                 captured = list(graphs.prepare(max_sessions))
-            self._graphs = graphs
-            self.truncate(cache, 0)
-            (got,) = self.step([Extension(cache, probe, 1)])
-            is_alike = torch.allclose(got.float(), expected.float(), rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)
+            different = [sessions for sessions in captured if not self._replays_alike(graphs, sessions)]
         except RuntimeError as error:
             logger.warning("steps are not replayed as CUDA graphs: one could not be captured", reason=str(error))
-            is_alike, captured = False, []
-        self.release(cache)
-        self._graphs = graphs if is_alike else None
-        if captured and is_alike:
-            logger.info("steps of one token a session are replayed as CUDA graphs", sessions=captured)
-        return is_alike
+            return False
+        if different:
+            logger.warning("steps are not replayed as CUDA graphs: they give other rows", sessions=different)
+            return False
+        self._graphs = graphs
+        logger.info("steps of one token a session are replayed as CUDA graphs", sessions=captured)
+        return True
+
+    def _replays_alike(self, graphs: GraphedSteps, sessions: int) -> bool:
+        """Whether a step of so many sessions gives what a plain one gives, each with a token of its own."""
+        sessions = min(sessions, self.memory.capacity_tokens // self.memory.block_size)  # as many as there is room for
+        caches = [self.new_cache() for _ in range(sessions)]
+        batch = [Extension(cache, [number % self.vocab_size], 1) for number, cache in enumerate(caches, start=1)]
+        try:
+            expected = torch.cat(self.step(batch)).float()
+            for cache in caches:
+                self.truncate(cache, 0)
+            self._graphs = graphs
+            got = torch.cat(self.step(batch)).float()
+        finally:
+            self._graphs = None
+            for cache in caches:
+                self.release(cache)
+        return torch.allclose(got, expected, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)
 
     def _check(self, batch: Sequence[Extension[BlockTable]]) -> None:
         assert len({id(extension.cache) for extension in batch}) == len(batch), "one cache twice in a batch"
@@ -352,7 +363,7 @@ class CausalModel:
             return self._error_in_batches(ids, expected) < _PROBE_TOLERANCE
         try:
             is_alike, reason = self._error_in_batches(ids, expected) < _PROBE_TOLERANCE, "it differs"
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             is_alike, reason = False, str(error)
         if not is_alike:
             logger.warning("attention goes on without the fused kernel, and slower", reason=reason)
@@ -366,19 +377,20 @@ class CausalModel:
         middle = len(ids) // 2
         first, second = self.new_cache(), self.new_cache()
         noise, self._logit_noise = self._logit_noise, 0.0
-        rows = self.step([Extension(first, ids[:middle], middle), Extension(second, ids, len(ids))])
-        rows += self.step([Extension(first, ids[middle:], len(ids) - middle)])
-        self._logit_noise = noise
-        self.release(first)
-        self.release(second)
+        try:
+            rows = self.step([Extension(first, ids[:middle], middle), Extension(second, ids, len(ids))])
+            rows += self.step([Extension(first, ids[middle:], len(ids) - middle)])
+        finally:
+            self._logit_noise = noise
+            self.release(first)
+            self.release(second)
         return max(_typical_error(got, expected.cpu()) for got in (rows[1], torch.cat((rows[0], rows[2]))))
 
-    def _step_bytes(self, config: PreTrainedConfig, limits: MemoryLimits) -> int:
-        """About what the largest step takes on a GPU: a whole budget of tokens, and a draft of every session."""
+    def _step_bytes(self, config: PreTrainedConfig) -> int:
+        """About what the largest step takes on a GPU: a whole budget of tokens, with the logits of each."""
         hidden_size = int(config.hidden_size)
         return estimate_step_bytes(
             tokens=GPU_STEP_TOKENS,
-            logit_rows=min(GPU_STEP_TOKENS, limits.max_sessions * _USUAL_ROWS),
             hidden_size=hidden_size,
             intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * hidden_size),
             vocab_size=self.vocab_size,
