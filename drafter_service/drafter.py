@@ -194,6 +194,8 @@ class Drafter(Generic[StateT]):
             if len(batch) > 1:
                 logger.exception("a draft step failed; its sessions are tried one by one", sessions=len(batch))
                 return [outcome for work in batch for outcome in self._attempt([work])]
+            if not isinstance(error, PacelineError) and not self._method.can_step():
+                raise  # the device is lost: sessions draft elsewhere, and whoever starts this replica again
             logger.exception("a session's draft step failed", session_id=batch[0].session.spec.session_id)
             return [error if isinstance(error, PacelineError) else internal_error()]
 

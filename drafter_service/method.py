@@ -88,6 +88,9 @@ class DraftMethod(Protocol[StateT]):
         particular, and every state is then still good to be tried again.
         """
 
+    def can_step(self) -> bool:
+        """Whether its model still computes, asked when a step has failed; True without one."""
+
     def rewind(self, state: StateT, length: int) -> None:
         """Only the first `length` of the session's ids are still what they were."""
 

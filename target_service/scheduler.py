@@ -16,6 +16,7 @@ import structlog
 from torch import Tensor
 
 from paceline.engine.interface import CacheT, Model
+from paceline.engine.pulse import can_step
 from paceline.engine.step_plan import Part, StepPlanner, StepReport, Wish
 from paceline.errors import DeadlineExceeded, PacelineError, QueueFull, internal_error
 from paceline.sessions import Address, Close, Event, Held, Open, PeerGone, SessionTable
@@ -181,6 +182,8 @@ class Scheduler(Generic[CacheT]):
             rows = self._model.step([part.extension() for part in parts.values()])
         except Exception:
             if len(parts) == 1:
+                if not can_step(self._model):
+                    raise  # the device is lost: whoever starts this replica again, the sessions go on elsewhere
                 return self._fail(next(iter(begun[key] for key in parts)))
             # A fault of the model's or ours, met over one session's work: it must not take the others with it.
             logger.exception("a step of many sessions failed; they are taken one by one", sessions=len(parts))

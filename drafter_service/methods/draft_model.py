@@ -19,6 +19,7 @@ from drafter_service.registry import BuiltMethod
 from paceline.engine.emulation import emulated
 from paceline.engine.interface import CacheT, Memory, Model
 from paceline.engine.memory import step_tokens
+from paceline.engine.pulse import can_step
 from paceline.engine.step_plan import StepPlanner, Wish
 from paceline.engine.vocabulary_bridge import intersected
 from paceline.errors import PacelineError, internal_error
@@ -152,6 +153,9 @@ class DraftModelMethod(Generic[CacheT]):
                     drafted if isinstance(drafted, PacelineError) else Progress(place.fed_tokens, (drafted,))
                 )
         return outcomes
+
+    def can_step(self) -> bool:
+        return can_step(self._model)
 
     def rewind(self, state: DraftState[CacheT], length: int) -> None:
         self._model.truncate(state.cache, min(state.cache.length, length))

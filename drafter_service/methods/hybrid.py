@@ -83,6 +83,9 @@ class HybridMethod(Generic[StateT]):
         others = iter(self._other.draft(wanting))
         return [next(others) if tokens is None else Progress(drafted=tokens) for tokens in found]
 
+    def can_step(self) -> bool:
+        return self._other.can_step()
+
     def rewind(self, state: HybridState[StateT], length: int) -> None:
         """The suffixes are those of committed tokens, which are never taken back."""
         self._other.rewind(state.other, length)

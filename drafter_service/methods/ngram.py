@@ -30,6 +30,9 @@ class NgramMethod:
     def draft(self, batch: Sequence[DraftWork[NgramIndex]]) -> Sequence[Outcome]:
         return [Progress(drafted=self._propose(work)) for work in batch]
 
+    def can_step(self) -> bool:
+        return True
+
     def rewind(self, state: NgramIndex, length: int) -> None:
         """The index holds committed tokens alone, and those are never taken back."""
 

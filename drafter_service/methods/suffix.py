@@ -34,6 +34,9 @@ class SuffixMethod:
     def draft(self, batch: Sequence[DraftWork[SessionSuffixes]]) -> Sequence[Outcome]:
         return [Progress(drafted=self._propose(work)) for work in batch]
 
+    def can_step(self) -> bool:
+        return True
+
     def rewind(self, state: SessionSuffixes, length: int) -> None:
         """The tree holds committed tokens alone, and those are never taken back."""
 

@@ -443,6 +443,9 @@ class EndingMethod:
 
     def rewind(self, state: None, length: int) -> None: ...
 
+    def can_step(self) -> bool:
+        return True
+
     def pending_tokens(self, state: None, session: DraftView) -> int:
         return 0
 

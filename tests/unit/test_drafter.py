@@ -275,6 +275,7 @@ class CountingMethod:
     breaks_on: str = ""
     failure: Exception = field(default_factory=lambda: DistributionUnusable("There is no token to draw."))
     has_nothing: bool = False
+    is_lost: bool = False  # its device
     calls: list[tuple[str, str]] = field(default_factory=list)
     steps: list[list[str]] = field(default_factory=list)  # whom each step was for
     on_draft: Callable[[], None] = lambda: None
@@ -302,6 +303,9 @@ class CountingMethod:
         length = len(session.committed_ids) + len(session.drafted_ids)
         count = min(work.max_tokens, self.tokens_a_step)
         return Progress(fed, drafted=[DraftedToken(length + index) for index in range(count)])
+
+    def can_step(self) -> bool:
+        return not self.is_lost
 
     def rewind(self, state: Reader, length: int) -> None:
         self.calls.append((state.name, f"rewind {length}"))
@@ -713,6 +717,14 @@ def test_a_session_whose_method_fails_is_let_go_alone(method: CountingMethod, re
     assert {held.address for held in service.sessions} == {A, C}
     (event,) = service.tell(commit(B))
     assert isinstance(event.outcome, SessionNotFound)
+
+
+def test_a_lost_device_ends_the_service_and_no_session() -> None:
+    """What it raises breaks the model thread, and with it the replica, whose sessions then draft elsewhere."""
+    service = Service(CountingMethod(breaks_on="b", failure=RuntimeError("the device is gone"), is_lost=True))
+    service.tell(opening(B), commit(B))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        service.work()
 
 
 # ---- many sessions, one model ---------------------------------------------------------------------------------------

@@ -79,6 +79,9 @@ class StepMethod:
 
     def rewind(self, state: None, length: int) -> None: ...
 
+    def can_step(self) -> bool:
+        return True
+
     def pending_tokens(self, state: None, session: DraftView) -> int:
         return 0
 

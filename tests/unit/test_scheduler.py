@@ -322,6 +322,19 @@ def test_fault_of_the_model_fails_its_session_alone(place: int) -> None:
     assert len(service.sessions) == 3
 
 
+def test_lost_device_ends_the_service_and_no_session() -> None:
+    """Nothing can be computed any more, whoever's it is: the model thread breaks, and with it the replica, whose sessions go
+    on elsewhere. Failing them one by one would make it look empty, and draw in all others."""
+
+    def lost(ids: Sequence[int]) -> Sequence[float]:
+        raise RuntimeError("the device is gone")
+
+    service = Service(logits=lost)
+    service.tell(opening(A), judge(A, (1, 2)))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        service.work()
+
+
 def test_session_that_does_not_fit_is_refused_at_once() -> None:
     """A prompt beyond the context, which is never more than the memory holds, or more sessions than there is room for."""
     service = Service(max_sessions=1, max_context=1000, num_blocks=2)
