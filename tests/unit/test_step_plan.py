@@ -239,6 +239,19 @@ def test_prompts_that_are_alike_by_chance_wait_one_step_at_most() -> None:
     assert [bench.step(*wishes), bench.step(*wishes)] == [{0: 60}, {1: 60}]
 
 
+def test_who_waited_is_forgotten_with_its_wish() -> None:
+    """A hundred pairs of equal prompts, each computed once: nothing of them is left."""
+    bench = Bench()
+    for _ in range(100):
+        first, second = bench.open(tokens(40)), bench.open(tokens(40))
+        bench.step(judging(first), judging(second))
+        for session in (first, second):
+            bench.model.release(session.cache)
+        bench.sessions.clear()
+    bench.planner.plan([])
+    assert not bench.planner._waited_at
+
+
 def test_only_committed_tokens_are_shared() -> None:
     """Drafted ones are in the cache as well, but nobody knows yet whether they stay (C36)."""
     bench = Bench()

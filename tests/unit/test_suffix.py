@@ -143,6 +143,28 @@ def test_a_long_history_that_grows_and_shrinks_is_counted_exactly(alphabet: int)
     assert tree.held_bytes == tree_of([[]]).held_bytes
 
 
+def test_memory_that_evictions_free_is_given_back() -> None:
+    """A tree that held 200 random sequences and goes on with three: its arrays are those of a small one, and what it
+    proposes is that of the three."""
+    draw = random.Random(5)
+    sequences, tree = list[list[int]](), SuffixTree(max_depth=DEPTH)
+    for number in range(400):
+        sequences.append([draw.randrange(1000) for _ in range(100)])
+        tree.extend(sequences[-1])
+        tree.close_sequence()
+        while len(sequences) > (200 if number < 200 else 3):
+            tree.evict_oldest()
+            del sequences[0]
+    small = tree_of([*sequences, []])
+    assert tree.held_bytes == small.held_bytes
+    assert tree._nodes.nbytes + tree._table.nbytes + tree._ring.nbytes <= 4 * tree.held_bytes + 4096 * 64
+    for sequence in sequences:
+        for place in range(0, 90, 7):
+            context = sequence[place : place + DEPTH]
+            proposal = tree.propose(context, 4, max_spec_factor=2.0, min_token_prob=0.0)
+            assert proposal == expected_proposal(sequences, context, 4, max_spec_factor=2.0, min_token_prob=0.0)
+
+
 def test_better_of_own_and_shared_tree_is_proposed() -> None:
     """500 random histories: the higher score of the two wins, and tokens drafted already are context, not evidence."""
     draw = random.Random(3)

@@ -130,6 +130,8 @@ class StepPlanner(Generic[CacheT]):
         plan = _Plan[CacheT]({wish.feeder.opened for wish in wishes})
         self._fill(plan, others, self.max_batch_tokens - self._kept_for_prompts(prompts, others))
         self._fill(plan, prompts, self.max_batch_tokens - plan.tokens)
+        if self._waited_at:
+            self._waited_at = {opened: length for opened, length in self._waited_at.items() if opened in plan.wanting}
         return list(plan.parts.values())
 
     def share_prefixes(self, parts: Iterable[Part[CacheT]]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from paceline.lookup import suffix_kernels as kernels
 
 _FIRST_CAPACITY = 32  # nodes and tokens
+_SHRINKS_ABOVE = 4096  # nodes: what a smaller tree could give back is not worth the work
 _FIXED_BYTES = 4096  # objects of Python, and the first arrays
 
 
@@ -37,8 +38,8 @@ class SuffixTree:
     """Sequences of tokens, the last of which is open, and the counts of their windows of up to `max_depth` tokens.
 
     To append a token, and to look up a draft, costs some operations a level, whatever the history. Memory: 4 bytes a
-    token and 56 a node (allocated up to twice as much, as arrays double); a text that never repeats itself has one node a
-    token, any other more, but never more than `max_depth` a token.
+    token and 56 a node (allocated up to twice as much, as arrays double, and up to four times behind evictions); a text
+    that never repeats itself has one node a token, any other more, but never more than `max_depth` a token.
     """
 
     def __init__(self, *, max_depth: int) -> None:
@@ -62,7 +63,7 @@ class SuffixTree:
         node_bytes = kernels.NODE.itemsize + 2 * self._table.itemsize
         return _FIXED_BYTES + int(self._state["live"][0]) * node_bytes + tokens * self._ring.itemsize
 
-    def extend(self, ids: Sequence[int]) -> None:
+    def extend(self, ids: Sequence[int] | kernels.Ints) -> None:
         """Append tokens to the open sequence."""
         tokens = np.array(ids, np.int32)
         self._make_room(len(tokens))
@@ -82,7 +83,10 @@ class SuffixTree:
 
     def evict_oldest(self) -> int:
         """Forget the oldest closed sequence, and what the counts owe to it; returns its number of tokens."""
-        return int(kernels.evict_oldest(self._nodes, self._table, self._ring, self._state, self._max_depth))
+        tokens = int(kernels.evict_oldest(self._nodes, self._table, self._ring, self._state, self._max_depth))
+        if self._nodes.size > _SHRINKS_ABOVE and 4 * int(self._state["live"][0]) < self._nodes.size:
+            self._shrink()
+        return tokens
 
     def tokens_from(self, start: int) -> list[int]:
         """The tokens behind the first `start` of an only sequence."""
@@ -126,6 +130,19 @@ class SuffixTree:
             ring = np.empty(capacity, np.int32)
             ring[held & (capacity - 1)] = self._ring[held & (self._ring.size - 1)]
             self._ring = ring
+
+    def _shrink(self) -> None:
+        """Count what is left anew, in arrays of its size: else a tree would for ever take what it once took."""
+        positions = np.arange(self._state["first"][0], self._state["length"][0])
+        ids = self._ring[positions & (self._ring.size - 1)]
+        *closed, opened = np.split(ids, np.flatnonzero(ids == kernels.SEPARATOR) + 1)
+        fresh = SuffixTree(max_depth=self._max_depth)
+        for sequence in closed:
+            fresh.extend(sequence[:-1])
+            fresh.close_sequence()
+        fresh.extend(opened)
+        self._nodes, self._table, self._ring = fresh._nodes, fresh._table, fresh._ring
+        self._state, self._active = fresh._state, fresh._active
 
     def _double_nodes(self) -> None:
         self._nodes = np.concatenate([self._nodes, np.zeros_like(self._nodes)])
