@@ -288,6 +288,8 @@ class SessionController:
             return
         self._is_on = self._group.is_on = is_on
         self._group.times_on += is_on
+        if is_on:
+            self._group.clock.hasten()
         self._times_on = self._group.times_on
         self._probe_drafts = self._probe_rounds = 0
         self._stay = min(2 * self._stay, _LONGEST_STAY)

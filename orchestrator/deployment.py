@@ -22,6 +22,8 @@ _HITS_EXPECTED = (0.05, 0.25, 0.35, 0.45, 0.5, 0.55)  # probability that one of 
 _FIRST_ACCEPTANCE, _FIRST_LOOKUP_ACCEPTANCE = 0.7, 0.4
 _BASELINE_ROUNDS = 8  # decoded plainly before anybody speculates
 _FIRST_SESSIONS, _LAST_TURN = 4, 8  # so many speculate at once in a group of which nothing is known; the last by then
+_LONGEST_ROUND = 4.0  # usual rounds: what is longer is a pause, for which no way to decode is to blame
+_KNOWN_ROUNDS = 8  # from which on it is known what is usual
 _KNOWN_AFTER = 32  # judged tokens
 _PLAIN_PHASE_ROUNDS = 8  # of each session, in one trial of plain decoding
 
@@ -127,10 +129,14 @@ class Deployment:
                 sessions=self.load.all_sessions,
                 kind=group.key if mode.is_drafting else None,
                 tokens=outcome.emitted,
-                seconds=outcome.round_s,
+                seconds=self._without_pause(outcome.round_s),
             )
         if mode not in (Mode.PROBE, Mode.PLAIN_PHASE):
             self._record_load(outcome, sessions, tokens)
+
+    def _without_pause(self, round_s: float) -> float:
+        usual = self.load.round_s
+        return min(round_s, _LONGEST_ROUND * usual.value) if usual.count >= _KNOWN_ROUNDS else round_s
 
     def _record_load(self, outcome: RoundOutcome, sessions: int, tokens: int) -> None:
         load = self.load
@@ -155,7 +161,7 @@ class Deployment:
         load = self.load
         if not load.round_s.value or not load.emitted.value:
             return
-        rounds = outcome.round_s / load.round_s.value
+        rounds = min(outcome.round_s / load.round_s.value, _LONGEST_ROUND)
         own = (rounds - outcome.emitted / load.emitted.value) / load.all_sessions
         others = (rounds - 1.0) * (1.0 - 1.0 / load.all_sessions) if is_alone else 0.0
         self.budget.spend(own + others)

@@ -35,6 +35,9 @@ class NoDrafts:
     def continues(self, digest: int) -> bool:
         return False
 
+    def distrust(self) -> None:
+        """There is nobody to distrust."""
+
 
 class Remote(Protocol):
     """The session at the drafter service (`remote_drafts.RemoteDrafts`)."""
@@ -50,6 +53,8 @@ class Remote(Protocol):
         """None: the drafter is gone or late, or not waited for; an empty draft: it has nothing to offer."""
 
     def continues(self, digest: int) -> bool: ...
+
+    def distrust(self) -> None: ...
 
     def arrival(self, prefix: TokenPrefix) -> Arrival | None:
         """Of the drafted tokens that are there for the committed ones."""
@@ -114,6 +119,9 @@ class DraftsWithFallback:
 
     def continues(self, digest: int) -> bool:
         return self._remote.continues(digest)
+
+    def distrust(self) -> None:
+        self._remote.distrust()
 
 
 class _RoundClock:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.proposals import Arrival
+from paceline.errors import PayloadInvalid
 from paceline.noise import Purpose, uniform
 from paceline.prefix import TokenPrefix, extend_digest
 from paceline.rejection import emitted_logprobs, walk
@@ -132,6 +133,9 @@ class DraftSource(Protocol):
 
     def continues(self, digest: int) -> bool:
         """Whether a draft is there already for the prefix with that digest."""
+
+    def distrust(self) -> None:
+        """What was drafted cannot be judged: nothing more is to come of it in this session."""
 
 
 class Observer(Protocol):
@@ -261,7 +265,7 @@ async def run_session(
     _tell_drafter(round_, prefix, planner, drafts, output)
     # The first round has no draft: the first token never waits for a drafter, which reads the prompt meanwhile.
     while True:
-        judged = await target.verify(prefix, round_.offered.draft)
+        judged = await _judge(target, prefix, round_, drafts)
         round_.end(judged)
         verdict = _walk(spec, round_, prefix, judged.rows, drafts, output)
         draft = round_.offered.draft
@@ -291,6 +295,21 @@ async def run_session(
             round_.begin_here()
             _plan(round_, prefix, planner, drafts, output)
             await _take_draft(round_, prefix, drafts)
+
+
+async def _judge(target: Target, prefix: TokenPrefix, round_: _Round, drafts: DraftSource) -> TimedRows:
+    """The target's rows for the round's draft; a draft with shares that are none costs speed alone.
+
+    Its tokens decide nothing then: what is emitted in their place is drawn with other numbers than they were.
+    """
+    try:
+        return await target.verify(prefix, round_.offered.draft)
+    except PayloadInvalid:
+        if not round_.offered.draft.distributions:
+            raise
+        drafts.distrust()
+        round_.offered = OfferedDraft()
+        return await target.verify(prefix, round_.offered.draft)
 
 
 def _tell_drafter(

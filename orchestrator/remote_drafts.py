@@ -33,6 +33,7 @@ MAX_REOPENINGS = 3
 _SILENT_S = 0.5  # without a proposal; a round that waits for one is mostly over in less
 _MOST_MISSING = 8  # round trips that last longer than so many rounds are not measured
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before asking for another seat, behind one that was of no use
+_MOST_DOUBLINGS = 16  # of that pause; far beyond its longest
 
 
 class SeatTaker(PeerSession, Protocol):
@@ -170,6 +171,12 @@ class RemoteDrafts:
     def continues(self, digest: int) -> bool:
         return self._store.continues(digest)
 
+    def distrust(self) -> None:
+        """The target cannot judge what was drafted: this answer goes on without."""
+        logger.warning("a drafter's draft cannot be judged", session_id=self._spec.session_id)
+        self._store.clear()
+        self._give_up()
+
     def arrival(self, prefix: TokenPrefix) -> Arrival | None:
         """Of the drafted tokens that are there for the committed ones, in seconds of `time.perf_counter`."""
         return self._store.arrival(prefix.digest())
@@ -198,6 +205,8 @@ class RemoteDrafts:
     def on_event(self, event: drafter_pb.DrafterEvent) -> None:
         if event.epoch != self._epoch:
             self._count_stale()
+        elif event.WhichOneof("event") == "failed" and not self._is_open:
+            self._count_stale()  # the same loss, met by another commit
         elif event.WhichOneof("event") == "failed":
             self._on_failed(failure_from_proto(event.failed))
         else:
@@ -218,17 +227,18 @@ class RemoteDrafts:
         now_s = self._heard_s = time.perf_counter()
         self._store.add(proposal, now_s=now_s)
         self._measure(proposal, now_s)
-        self._useless_seats = 0
+        self._useless_seats = self._openings = 0
         self._is_awaited = True
         self._wake()
 
     def _on_failed(self, error: PacelineError) -> None:
         """The drafter does not hold the session: open it again or elsewhere if that can help, else go on without."""
         logger.info("drafter failed a session", session_id=self._spec.session_id, reason=error.reason, why=str(error))
-        self._openings += 1
         if isinstance(error, (QueueFull, Draining)):
             self._refuse_seat(error)
-        elif not isinstance(error, (SessionNotFound, LengthMismatch)) or self._openings > MAX_REOPENINGS:
+        elif isinstance(error, (SessionNotFound, LengthMismatch)) and self._openings < MAX_REOPENINGS:
+            self._openings += 1
+        else:
             self._give_up()
         self._is_open = False
         self._wake()
@@ -285,7 +295,7 @@ class RemoteDrafts:
 
     def _ask_later(self) -> None:
         pause_s = min(_FIRST_PAUSE_S * (2**self._useless_seats - 1), _LONGEST_PAUSE_S)
-        self._useless_seats += 1
+        self._useless_seats = min(self._useless_seats + 1, _MOST_DOUBLINGS)
         self._asking = asyncio.get_running_loop().call_later(pause_s, self.ask)
 
     def _stop_asking(self) -> None:
@@ -341,7 +351,7 @@ class RemoteDrafts:
         self._is_hole = True
         if time.perf_counter() - self._heard_s >= _SILENT_S:
             self._misses += 1
-            self._rounds_to_skip = min(2**self._misses, 64)
+            self._rounds_to_skip = 2 ** min(self._misses, 6)
 
     def _send_commit(self, commit: _Commit) -> None:
         if self._seat is None or self._given_up or not self._fits(self._seat.client, commit.base_length):

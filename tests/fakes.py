@@ -416,6 +416,9 @@ class LocalDrafts:
     def continues(self, digest: int) -> bool:
         return self.store.continues(digest)
 
+    def distrust(self) -> None:
+        raise AssertionError("what this drafter drafts can be judged")
+
     def _receive(self, events: Sequence[DrafterEvent]) -> None:
         for event in events:
             assert event.address == self._address

@@ -16,6 +16,7 @@ from orchestrator.deployment import Deployment, Mode
 from orchestrator.draft_length import choose
 from orchestrator.fixed_planner import FixedPlanner
 from orchestrator.loop import RoundOutcome, RoundPlan, RoundPlanner
+from orchestrator.probing import ProbeClock
 from paceline.generation import Schedule
 from paceline.types import MAX_CREDIT, DraftOrigin
 from tests.pipeline_simulation import ENDLESS, Hardware, Simulation
@@ -340,3 +341,49 @@ def test_what_drafting_costs_beside_the_step_is_found_out() -> None:
     plain = Simulation(given, plainly(1)).run(300 * STEP_S)
     simulation = Simulation(given, planners(1))
     assert simulation.run(1200 * STEP_S) >= 0.97 * plain
+
+
+def test_a_pause_in_a_trial_is_not_charged_to_it() -> None:
+    """A target that is lost for ten seconds in the round of a trial: the next trial is a thousand steps away, not for ever."""
+    deployment = Deployment()
+    warm(deployment)
+    deployment.charge(replace(outcome(), round_s=10.0), is_alone=True)
+    for _ in range(1000):
+        deployment.budget.earn(sessions=1)
+    assert deployment.budget.allows_probe
+
+
+def test_a_pause_does_not_switch_speculation_off() -> None:
+    """Eight rounds of four seconds, for which no way to decode is to blame."""
+    deployment = Deployment()
+    controller = warm(deployment)
+    play(controller, 600)
+    before = deployment.rates.highest_gain(sessions=1.0, kind="drafter")
+    assert before is not None
+    for _ in range(8):
+        deployment.record(
+            replace(outcome(4, 4), round_s=4.0), group=deployment.group("drafter"), mode=Mode.ON, is_settled=True
+        )
+    assert deployment.rates.highest_gain(sessions=1.0, kind="drafter") == pytest.approx(before, rel=0.1)
+
+
+def test_a_trial_that_turns_speculation_on_is_no_trial_in_vain() -> None:
+    """When it is turned off again the first trial comes as soon as it ever does."""
+    deployment = Deployment()
+    controller = warm(deployment)
+    play(controller, 4000, kept=0)  # bad drafts: it is turned off, and trials get rarer
+    clock = deployment.group("drafter").clock
+    rare = _steps_until_due(clock)
+    play(controller, 4000)  # a trial finds them good
+    assert controller.order(remaining=ENDLESS).draft_length > 0
+    assert _steps_until_due(clock) < rare
+
+
+def _steps_until_due(clock: ProbeClock) -> int:
+    """Behind a trial that begins now and is in vain."""
+    clock.begin()
+    steps = 0
+    while not clock.is_due:
+        clock.tick(sessions=1)
+        steps += 1
+    return steps

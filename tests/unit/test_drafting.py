@@ -51,6 +51,7 @@ class FakeRemote:
     heard: list[tuple[str, int, int, int]] = field(default_factory=list)
     wants_drafts: bool = True
     is_served: bool = True
+    is_distrusted: bool = False
 
     def commit(self, prefix: TokenPrefix, order: DraftOrder) -> None:
         self.heard.append(("commit", len(prefix), order.draft_length, order.credit))
@@ -70,6 +71,9 @@ class FakeRemote:
 
     def continues(self, digest: int) -> bool:
         return digest == 4
+
+    def distrust(self) -> None:
+        self.is_distrusted = True
 
 
 def lookup() -> NgramIndex:
@@ -834,3 +838,53 @@ async def test_stall_is_forgotten_behind_the_window() -> None:
     assert meter.fraction == pytest.approx(0.0)
     remote.clock.now_s += 10.0
     assert meter.fraction is None
+
+
+async def test_one_loss_that_many_commits_met_is_one_loss() -> None:
+    """Each of them is answered that the session is unknown; it is opened again with the next commit, and not given up."""
+    client = FakeClient()
+    drafts = remote_drafts(client)
+    for _ in range(5):
+        drafts.commit(NEW, ORDER)
+    for _ in range(5):
+        drafts.on_event(failed(SessionNotFound("Open it again.")))
+    assert drafts.wants_drafts
+    drafts.commit(NEW, ORDER)
+    assert client.kinds[-2:] == [("open", 2), ("commit", 2)]
+    assert client.stale_items == 4
+
+
+async def test_only_losses_in_a_row_make_it_give_up() -> None:
+    """Between which no draft has come."""
+    client = FakeClient()
+    drafts = remote_drafts(client)
+    for loss in range(1, 9):
+        drafts.commit(NEW, ORDER)
+        if loss <= 5:
+            drafts.on_event(proposed(5, epoch=loss))
+        assert drafts.wants_drafts
+        drafts.on_event(failed(SessionNotFound("Open it again."), epoch=loss))
+    assert not drafts.wants_drafts
+
+
+async def test_a_session_that_no_drafter_ever_serves_asks_on_however_long_it_lasts() -> None:
+    """Two thousand seats of no use: the pause stays what it is at most."""
+    seats = FakeSeats()
+    drafts = remote_drafts(seats=seats)
+    for _ in range(2000):
+        drafts.ask()
+        seats.give(drafts, FakeClient())
+        drafts.on_lost("its stream has ended")
+    drafts.close()
+
+
+async def test_a_drafter_whose_drafts_cannot_be_judged_is_left() -> None:
+    """For the rest of the answer: what it has sent is forgotten, and its seat is given back."""
+    client, seats = FakeClient(), FakeSeats()
+    drafts = remote_drafts(client, seats)
+    drafts.commit(NEW, ORDER)
+    drafts.on_event(proposed(5, 6))
+    DraftsWithFallback(drafts, None).distrust()
+    assert not drafts.wants_drafts
+    assert drafts.available(NEW, 2) == 0
+    assert seats.given_back == 1
