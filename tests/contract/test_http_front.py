@@ -17,6 +17,7 @@ import trustme
 from prometheus_client import CollectorRegistry, Counter
 from starlette.responses import PlainTextResponse
 
+from orchestrator.access import TokenGate
 from orchestrator.door import Door, Gate, OpenGate
 from orchestrator.generator import Generator
 from orchestrator.http_errors import HTTP_CODES
@@ -46,7 +47,9 @@ from paceline.generation import (
 from paceline.rpc import STATUS_CODES
 from paceline.settings import OrchestratorSettings
 from paceline.tls import ServerTls
+from paceline.tokens import TokenEntry, TokenFile, hash_token, new_token, write_tokens
 from paceline.types import FinishReason, ModelInfo, Origin
+from tests.certificates import Authority, replace_file
 from tests.watching import watch_alone
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Why?"}
@@ -81,6 +84,7 @@ class FakeGenerator:
         self.started, self.closed = asyncio.Event(), asyncio.Event()
         self.is_ready = True
         self.reader_timeout_s = 0.5
+        self.max_choices = 16
         self.watch = watch_alone()
 
     async def generate(
@@ -116,7 +120,7 @@ class FakeGenerator:
             speculation=SpeculationOptions(),
             default_max_tokens=256,
             max_prompt_tokens=63,
-            max_choices=16,
+            max_choices=self.max_choices,
         )
         return (served,)
 
@@ -205,7 +209,10 @@ async def test_callers_patience_is_a_header() -> None:
         for stated in ("soon", "0", "-1", "nan", "inf"):
             response = await front.post(BODY, **{"x-request-timeout": stated})
             assert (response.status_code, error_in(response)["param"]) == (400, "x-request-timeout")
-    assert fake.timeouts_s == [None, 2.5]
+    unlimited, limited = fake.timeouts_s
+    assert unlimited is None
+    assert limited is not None
+    assert 0.0 < limited <= 2.5, "less what the request itself took to arrive"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,7 +366,8 @@ async def answer_to(front: Front, data: bytes) -> bytes:
     return answer
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+HEAD = POST + b"transfer-encoding: chunked\r\n"
 
 
 @pytest.mark.parametrize("beginning", [b"GET /", HEAD + b"x: ", HEAD + b"\r\n1\r\n{\r\n0\r\nx: "])
@@ -438,6 +446,58 @@ async def test_time_that_is_up_while_nobody_reads_is_said_to_whoever_reads_on(pr
     assert b'"code":"deadline_exceeded"' in received[-500:]
 
 
+@pytest.mark.parametrize(
+    "beginning",
+    [b"", b"GET /v1/models HTTP/1.1\r\nhost:", POST + b"content-length: 9000000\r\n\r\n{", b"\r\n"],
+    ids=["nothing", "half a head", "a body that was refused", "an empty line"],
+)
+async def test_what_no_answer_runs_for_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch, beginning: bytes
+) -> None:
+    """A connection that says nothing, a head without an end, and the rest of a body behind its refusal; an answer takes as
+    long as it takes."""
+    monkeypatch.setattr("orchestrator.http_server._PATIENCE_S", 0.2)
+    fake = FakeGenerator(ANSWER[:2], endless=delta(""))
+    fake.reader_timeout_s = LIMIT_S
+    async with serving(fake) as front, front.client.stream("POST", "/v1/completions", json=STREAM) as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        await answer_to(front, beginning)  # ends when the server closes
+        assert not fake.closed.is_set()
+
+
+async def test_connection_is_not_kept_for_bytes_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of a body that was refused, also where it comes to its end."""
+    monkeypatch.setattr("orchestrator.http_server._PATIENCE_S", 0.2)
+    async with serving(FakeGenerator(), http_max_body_bytes=1024) as front, asyncio.timeout(LIMIT_S):
+        reader, writer = await asyncio.open_connection(*front.server.url.removeprefix("http://").split(":"))
+        writer.write(POST + b"content-length: 2000\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.write(b" " * 2000)
+        with suppress(ConnectionError):
+            await reader.read(-1)
+        writer.close()
+
+
+async def test_request_before_the_last_one_is_answered_closes_the_connection() -> None:
+    """Else nobody would notice that their caller has left, and the first would run to its end for nobody."""
+    fake = FakeGenerator(ANSWER[:2], endless=delta(""))
+    body = json.dumps(BODY).encode()
+    one = POST + b"content-length: %d\r\n\r\n" % len(body) + body
+    async with serving(fake) as front:
+        host, port = front.server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(LIMIT_S):
+            writer.write(one)
+            await fake.started.wait()
+            writer.write(one)
+            with suppress(ConnectionError):
+                assert await reader.read(-1) == b""
+            await fake.closed.wait()
+        writer.close()
+    assert len(fake.requests) == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Hang-ups
 
@@ -481,12 +541,49 @@ async def test_several_prompts_run_side_by_side() -> None:
     async with serving(fake) as front:
         response = await front.post(BODY | {"prompt": ["Why?", "How?"]}, **{"x-request-timeout": "9"})
     assert [request.text for request in fake.requests] == ["Why?", "How?"]
-    assert fake.timeouts_s == [9.0, 9.0]
+    assert all(timeout_s is not None and 0.0 < timeout_s <= 9.0 for timeout_s in fake.timeouts_s)
     assert [choice["index"] for choice in response.json()["choices"]] == [0, 1]
     assert response.json()["usage"]["completion_tokens"] == 4
     failing = FakeGenerator(ANSWER[:2], TargetUnavailable("Gone."))
     async with serving(failing) as front:
         assert (await front.post(BODY | {"prompt": ["Why?", "How?"]})).status_code == 503
+
+
+async def test_several_prompts_are_one_request_of_so_many_answers(tmp_path: Path) -> None:
+    """To the caller's limits: they run together or not at all, and more than may ever run are refused by name."""
+    token, path = new_token(), tmp_path / "tokens.yaml"
+    limited = TokenEntry(name="a", sha256=hash_token(token), concurrent_answers=2, requests_per_minute=1, burst=1)
+    write_tokens(path, TokenFile(tokens=(limited,)))
+    fake, authorization = FakeGenerator(), {"authorization": f"Bearer {token}"}
+    async with serving(fake, gate=TokenGate(path)) as front:
+        too_many = await front.post(BODY | {"prompt": ["Why?", "How?", "When?"]}, **authorization)
+        assert (too_many.status_code, fake.requests) == (400, [])
+        assert (await front.post(BODY | {"prompt": ["Why?", "How?"]}, **authorization)).status_code == 200
+        assert (await front.post(BODY, **authorization)).status_code == 429
+    assert len(fake.requests) == 2
+
+
+async def test_more_prompts_than_run_at_once_are_refused_by_name() -> None:
+    """For good, not for now."""
+    fake = FakeGenerator()
+    fake.max_choices = 2
+    async with serving(fake) as front:
+        response = await front.post(BODY | {"prompt": ["Why?", "How?", "When?"]})
+        assert (response.status_code, error_in(response)["param"], fake.requests) == (400, "prompt", [])
+        assert (await front.post(BODY | {"prompt": ["Why?", "How?"]})).status_code == 200
+
+
+async def test_strangers_are_told_nothing_of_the_targets(tmp_path: Path) -> None:
+    """Who has no token hears that alone, whatever else is wrong."""
+    write_tokens(tmp_path / "tokens.yaml", TokenFile())
+
+    class Refused(FakeGenerator):
+        def models(self) -> tuple[ServedModel, ...]:
+            raise TargetUnavailable("No target.")
+
+    async with serving(Refused(), gate=TokenGate(tmp_path / "tokens.yaml")) as front:
+        for path, content in (("completions", BODY), ("chat/completions", {"model": "m", "messages": []})):
+            assert (await front.client.post(f"/v1/{path}", json=content)).status_code == 401
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -543,6 +640,40 @@ async def test_certificates_are_those_of_the_public_port(tmp_path: Path) -> None
                 with pytest.raises(httpx2.TransportError):
                     await client.get(server.url)
         await server.stop()
+
+
+async def test_certificate_that_is_renewed_is_shown_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To whoever connects from then on; a file that cannot be used changes nothing."""
+    monkeypatch.setattr("orchestrator.http_server._FOLLOW_S", 0.02)
+    monkeypatch.setattr("paceline.watched._PERIOD_S", 0.02)
+    authority = Authority(tmp_path / "authority")
+    identity = authority.issue("127.0.0.1")
+    server = HttpServer(
+        PlainTextResponse("hello"), host="127.0.0.1", port=0, tls=ServerTls(cert=identity.cert, key=identity.key)
+    )
+    await server.start()
+    try:
+        first = await shown_certificate(server, authority)
+        replace_file(identity.cert, b"nonsense")
+        await asyncio.sleep(0.2)
+        assert await shown_certificate(server, authority) == first
+        authority.reissue(identity, "127.0.0.1")
+        async with asyncio.timeout(LIMIT_S):
+            while await shown_certificate(server, authority) == first:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.05)
+    finally:
+        await server.stop()
+
+
+async def shown_certificate(server: HttpServer, authority: Authority) -> bytes:
+    port = int(server.url.rpartition(":")[2])
+    context = ssl.create_default_context(cafile=authority.ca)
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return shown
 
 
 async def test_stopped_server_ends_what_still_runs(caplog: pytest.LogCaptureFixture) -> None:
