@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from orchestrator.door import Caller, Gate, OpenGate, UseTokens
-from paceline.errors import InvalidRequest, RateLimited, Unauthenticated
+from paceline.errors import InvalidRequest, RateLimited, StartupFailed, Unauthenticated
 from paceline.exposure import is_loopback
 from paceline.settings import OrchestratorSettings
 from paceline.tokens import TokenEntry, TokenFile, find_entry, read_tokens
@@ -96,7 +96,7 @@ class Account:
         limit = self._entry.concurrent_answers
         if limit is not None and count > limit:
             raise InvalidRequest(
-                f"n is {count}, but at most {limit} answers of {self._entry.name} run at once; ask for fewer.",
+                f"This asks for {count} answers, but at most {limit} of {self._entry.name} run at once; ask for fewer.",
                 parameter="n",
             )
         if limit is not None and self.answering + count > limit:
@@ -197,10 +197,15 @@ def gate_of(settings: OrchestratorSettings) -> Gate:
     return TokenGate(settings.tokens_file) if settings.tokens_file is not None else OpenGate()
 
 
-def ingress_gate_of(settings: OrchestratorSettings) -> Gate:
+def ingress_gate_of(settings: OrchestratorSettings, *, hides_peers: bool = False) -> Gate:
     """Behind an ingress, which listens wherever it likes: without tokens only this machine is let in, unless the network is
-    trusted; raises `StartupFailed`.
+    trusted. Raises `StartupFailed`, also where an ingress that `hides_peers` leaves nothing to tell callers by.
     """
-    if settings.tokens_file is None and not settings.trust_network:
-        return LoopbackGate()
-    return gate_of(settings)
+    if settings.tokens_file is not None or settings.trust_network:
+        return gate_of(settings)
+    if hides_peers:
+        raise StartupFailed(
+            "What stands before this orchestrator hides who calls, and nothing else here tells it; give it a tokens_file, or "
+            "set its trust_network if strangers cannot reach the network."
+        )
+    return LoopbackGate()

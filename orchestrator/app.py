@@ -28,7 +28,7 @@ from starlette.applications import Starlette
 
 from drafter_service.app import DrafterReplica
 from orchestrator import api
-from orchestrator.access import LoopbackGate, ingress_gate_of
+from orchestrator.access import ingress_gate_of
 from orchestrator.board import PoolBoard, most_room_first, nearest_first
 from orchestrator.config import OrchestratorPool, Pool, parse_application
 from orchestrator.door import Caller, Door, Gate
@@ -36,7 +36,7 @@ from orchestrator.openai_api import OpenAIApi
 from orchestrator.ray_directory import RayDirectory
 from orchestrator.scaling import PoolPolicy
 from orchestrator.service import open_generator
-from paceline.errors import PacelineError, StartupFailed
+from paceline.errors import PacelineError
 from paceline.generation import DeploymentStatus
 from paceline.logs import configure_logging
 from paceline.metrics_bridge import bridged
@@ -49,7 +49,7 @@ __all__ = ["PoolPolicy", "build"]
 
 logger = structlog.get_logger(__name__)
 
-_PLACES_BEYOND_SESSIONS = 16  # for status and health calls while every session's place is taken
+_PLACES_BEYOND_WORK = 32  # for what is being refused, and for status and health calls, while all other places are taken
 _SHUTDOWN_POLL_S = 0.5
 _CONTROLLER_TIMEOUT_S = 2.0
 _CANCEL_TIMEOUT_S = 2.0
@@ -182,13 +182,8 @@ class OrchestratorReplica:
 
 
 def _ingress_gate(settings: OrchestratorSettings) -> Gate:
-    """Raises `StartupFailed` where callers cannot be told from the proxy that stands before Serve's own."""
-    gate = ingress_gate_of(settings)
-    if isinstance(gate, LoopbackGate) and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
-        raise StartupFailed(
-            "Serve's HAProxy hides who calls, and nothing else here tells it; give the orchestrator a tokens_file, or set "
-            "its trust_network if strangers cannot reach the network."
-        )
+    # With HAProxy before Serve's own proxy every caller comes from this machine.
+    gate = ingress_gate_of(settings, hides_peers=os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1")
     if not settings.is_protected and settings.trust_network:
         logger.warning("everybody who can reach Serve's ports is let in, as trust_network says")
     return gate
@@ -248,7 +243,8 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def _deployment(replica_type: type[Any], name: str, pool: Pool) -> serve.Deployment:
     replicas = pool.replicas
-    max_sessions = pool.settings().max_sessions
+    settings = pool.settings()
+    max_sessions = settings.max_sessions
     options: dict[str, Any] = {
         "max_ongoing_requests": max_sessions,
         "max_queued_requests": max_sessions,
@@ -270,8 +266,10 @@ def _deployment(replica_type: type[Any], name: str, pool: Pool) -> serve.Deploym
         },
     }
     if isinstance(pool, OrchestratorPool):
-        options["max_ongoing_requests"] += _PLACES_BEYOND_SESSIONS
-        options["max_queued_requests"] = -1  # the orchestrator refuses in words
+        # Serve's own line stays empty: whoever is not answered waits in the orchestrator's, which is short and fair, or is
+        # refused by it in words.
+        options["max_ongoing_requests"] += settings.longest_queue + _PLACES_BEYOND_WORK
+        options["max_queued_requests"] = -1
     else:
         options["request_router_config"] = RequestRouterConfig(
             request_router_class="orchestrator.ray_directory:PoolRouter",  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ Knows nothing of gRPC or HTTP; a front hands over the `authorization` that came 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -78,22 +78,44 @@ class Door:
             self.generator.watch.refuse(error, caller=caller.name if caller else "")
             raise
 
+    @contextmanager
+    def together(self, requests: Sequence[GenerationRequest], *, caller: Caller) -> Iterator[UseTokens | None]:
+        """Around several that were asked for at once: they are one request to the gate, which takes all or none.
+
+        What is given goes along to `generate` for each; None for a single one, which that asks the gate for. Raises
+        `RateLimited` and `InvalidRequest`.
+        """
+        with ExitStack() as until_end:
+            use_tokens = None
+            if len(requests) > 1:
+                with self.counting_refusals(caller):
+                    count = sum(request.n for request in requests)
+                    use_tokens = until_end.enter_context(self._gate.answers(caller, count=count))
+            yield use_tokens
+
     async def generate(
-        self, request: GenerationRequest, *, caller: Caller, timeout_s: float | None, traceparent: str | None = None
+        self,
+        request: GenerationRequest,
+        *,
+        caller: Caller,
+        timeout_s: float | None,
+        traceparent: str | None = None,
+        use_tokens: UseTokens | None = None,
     ) -> AsyncGenerator[Event]:
         """`Generator.generate`, for somebody who was let in; also raises `AnswerCancelled`, `RateLimited` and
         `RequestIdTaken`.
 
-        `traceparent` is the W3C trace context that came with the call, if any.
+        `traceparent` is the W3C trace context that came with the call, if any; `use_tokens` is what `together` gave.
         """
+        taken = self._gate.answers(caller, count=request.n) if use_tokens is None else nullcontext(use_tokens)
         with (
             self.generator.watch.watch(request, caller=caller.name, traceparent=traceparent) as watched,
-            self._gate.answers(caller, count=request.n) as use_tokens,
+            taken as use,
         ):
 
             def on_round(session_id: str, report: RoundReport) -> None:
                 watched.on_round(session_id, report)
-                use_tokens(report.outcome.emitted)
+                use(report.outcome.emitted)
 
             request = _among_tenants(request, caller)
             answer = self._running.follow(
@@ -107,7 +129,7 @@ class Door:
             async with aclosing(answer) as events:
                 async for event in events:
                     if isinstance(event, Started):
-                        use_tokens(event.prompt_tokens)
+                        use(event.prompt_tokens)
                     watched.on_event(event)
                     yield event
 

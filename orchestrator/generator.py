@@ -35,7 +35,9 @@ from paceline.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
+    PacelineError,
     TargetUnavailable,
+    quoted,
 )
 from paceline.generation import (
     MAX_CHOICES,
@@ -224,10 +226,12 @@ class Generator:
     ) -> AsyncGenerator[Event]:
         """Stream one answer, or all choices of a request side by side; what fails one of them ends all.
 
-        A request waits for its places in the part of the line of its `share`; till then nothing is done for it. `on_round` is
+        A request waits for its places in the part of the line of its `share`; till then it is only checked. `on_round` is
         told of each round with its session's id. Raises `PacelineError`: what was streamed before stays valid.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._check_model(request.model)
+        self._check_sizes(request, self._target_info())
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -370,8 +374,6 @@ class Generator:
 
     def _plan(self, request: GenerationRequest, deadline_s: float | None, on_round: OnRound | None) -> _Plan:
         target = self._target_info()
-        self._check_model(request.model)
-        self._check_sizes(request, target)
         prompt_ids = self._prompt_ids(request, target)
         stopping = request.stopping
         room = target.max_context - len(prompt_ids)
@@ -477,12 +479,16 @@ class Generator:
         served = [model.name for model in self.models()]
         if name and name not in served:
             raise ModelNotFound(
-                f"There is no model {name!r} here; ask for {' or '.join(map(repr, served))}, or for none."
+                f"There is no model {quoted(name)} here; ask for {' or '.join(map(repr, served))}, or for none."
             )
 
     def _target_info(self) -> ModelInfo:
         """Who the targets are, also while none is connected: a session waits for one for a while."""
-        self._target.raise_refusal()
+        try:
+            self._target.raise_refusal()
+        except PacelineError as error:
+            # Not the caller's fault, nor its business: the sentence names addresses and files.
+            raise TargetUnavailable("No target can be used here; `paceline status` says why.") from error
         if self._target.info is None:
             raise TargetUnavailable("No target answers; ask again in a moment.")
         return self._target.info

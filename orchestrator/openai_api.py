@@ -30,7 +30,15 @@ from orchestrator.http_exchange import CallerLeft, Exchange
 from orchestrator.openai_answers import Answer, ChatAnswer, CompletionAnswer, model_object
 from orchestrator.openai_requests import Asked, name_here, parse_chat, parse_completion
 from orchestrator.slow_reader import deadline_while_unread, taken
-from paceline.errors import Draining, InvalidRequest, ModelNotFound, PacelineError, ReaderStalled, internal_error
+from paceline.errors import (
+    Draining,
+    InvalidRequest,
+    ModelNotFound,
+    PacelineError,
+    ReaderStalled,
+    internal_error,
+    quoted,
+)
 from paceline.generation import Event, ServedModel, Started
 from paceline.interleaving import interleaved
 from paceline.settings import OrchestratorSettings
@@ -105,19 +113,27 @@ class OpenAIApi:
         await self._answer(exchange, parse_completion, CompletionAnswer)
 
     async def _chat(self, exchange: Exchange) -> None:
-        await self._answer(exchange, partial(parse_chat, max_tokens=self._longest_answer), ChatAnswer)
+        await self._answer(exchange, lambda body: parse_chat(body, max_tokens=self._longest_answer), ChatAnswer)
 
     async def _answer(self, exchange: Exchange, parse: Callable[[bytes], Asked], kind: type[Answer]) -> None:
-        caller = self._caller(exchange)
+        caller, began_s = self._caller(exchange), time.monotonic()
         with self._door.counting_refusals(caller):
             timeout_s = _timeout_s(exchange)
             asked = parse(await exchange.body(self._settings.http_max_body_bytes))
-            answer = kind(asked, self._served(asked.model), self._door.generator.spell)
-        request = partial(
-            self._door.generate, caller=caller, timeout_s=timeout_s, traceparent=exchange.headers.get("traceparent")
-        )
-        events = _events([request(item) for item in asked.requests])
-        with deadline_while_unread():
+            served = self._served(asked.model)
+            _require_room(asked, served)
+            answer = kind(asked, served, self._door.generator.spell)
+        if timeout_s is not None:
+            timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))  # the body took its time
+        with self._door.together(asked.requests, caller=caller) as use_tokens, deadline_while_unread():
+            request = partial(
+                self._door.generate,
+                caller=caller,
+                timeout_s=timeout_s,
+                traceparent=exchange.headers.get("traceparent"),
+                use_tokens=use_tokens,
+            )
+            events = _events([request(item) for item in asked.requests])
             async with exchange.while_connected(), aclosing(events):
                 if asked.stream:
                     await _stream(exchange, answer, events, reader_timeout_s=self._door.generator.reader_timeout_s)
@@ -143,7 +159,9 @@ class OpenAIApi:
         served = next((model for model in models if model.name == name), None)
         if served is None:
             names = " or ".join(repr(model.name) for model in models)
-            raise ModelNotFound(f"There is no model {name!r} here; ask for {names}.", details={"parameter": "model"})
+            raise ModelNotFound(
+                f"There is no model {quoted(name)} here; ask for {names}.", details={"parameter": "model"}
+            )
         return served
 
 
@@ -178,6 +196,16 @@ async def _stream(
     last = answer.last_chunk()
     if last is not None:
         await taken(exchange.send_event(last), within_s=reader_timeout_s)
+
+
+def _require_room(asked: Asked, served: ServedModel) -> None:
+    """Several prompts are answered at once, so all of them must fit: else they would be refused for now for ever."""
+    answers = sum(request.n for request in asked.requests)
+    if len(asked.requests) > 1 and answers > served.max_choices:
+        raise InvalidRequest(
+            f"prompt asks for {answers} answers, and at most {served.max_choices} run at once here; ask for fewer.",
+            parameter="prompt",
+        )
 
 
 def _timeout_s(exchange: Exchange) -> float | None:

@@ -184,7 +184,7 @@ class Pool(ABC, Generic[ClientT]):
         """Raise why no replica is used, if there are some and every one was refused."""
         refusals = [member.client.refusal for member in self._members.values()]
         if refusals and all(refusals) and refusals[0] is not None:
-            raise refusals[0]
+            raise refusals[0].with_traceback(None)  # it is raised again and again, and must not remember by whom
 
     @property
     def last_failures(self) -> tuple[str, ...]:
@@ -241,7 +241,8 @@ class Pool(ABC, Generic[ClientT]):
             self.board.forget(replica_id)
 
     def _connected(self) -> list[ClientT]:
-        return [member.client for member in self._members.values() if member.client.is_connected]
+        # Metrics are read on another thread, while members come and go.
+        return [member.client for member in list(self._members.values()) if member.client.is_connected]
 
     def _replica_status(self, member: _Member[ClientT]) -> ReplicaStatus:
         replica, info, refusal = member.client.replica, member.client.info, member.client.refusal

@@ -160,7 +160,8 @@ class Tokenizer:
             return bytes(_BYTE_LEVEL_BYTES[character] for character in token)
         if steps[:3] == ["Replace", "ByteFallback", "Fuse"]:
             return token.replace(_SENTENCEPIECE_SPACE, " ").encode()
-        return self.decode([token_id]).encode()
+        text = self.own_text(token_id)  # behind another: by itself it may lose its space
+        return (self.decode([token_id]) if text is None else text).encode()
 
     @cached_property
     def _decoder_steps(self) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_LONGEST_QUOTE = 64  # characters
+
 
 class PacelineError(Exception):
     """Root of every error that Paceline raises on purpose; `str(error)` is one sentence for a person."""
@@ -26,6 +28,11 @@ class PacelineError(Exception):
 def internal_error() -> PacelineError:
     """What a peer is told of a fault of ours; the log holds the rest."""
     return PacelineError("Something went wrong inside Paceline; the log of the service says what.")
+
+
+def quoted(text: str) -> str:
+    """What a caller has sent, as its error repeats it: cut, for the words of an error travel in headers of bounded size."""
+    return repr(text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}...")
 
 
 class InvalidRequest(PacelineError):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from paceline.errors import InvalidRequest, PacelineError
+from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.types import (
     MAX_DRAFT_LENGTH,
     MAX_FAN_OUT,
@@ -221,7 +221,7 @@ def require_request_id(request_id: str, *, longest: int = 64) -> None:
 def _require_role(role: str) -> None:
     if role not in ROLES:
         raise InvalidRequest(
-            f"The role of a message must be one of {', '.join(ROLES)}, not {role!r}.", parameter="messages"
+            f"The role of a message must be one of {', '.join(ROLES)}, not {quoted(role)}.", parameter="messages"
         )
 
 

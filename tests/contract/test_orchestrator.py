@@ -474,11 +474,11 @@ def ask(tokenizer: str) -> Iterator[Callable[[generation_pb.GenerateRequest], gr
 
 
 @given(asked=any_request)
-@settings(max_examples=300, deadline=None, derandomize=True, phases=NO_SHRINKING)
+@settings(max_examples=100, deadline=None, derandomize=True, phases=NO_SHRINKING)
 def test_whatever_is_asked_is_answered_or_refused_by_name(
     ask: Callable[[generation_pb.GenerateRequest], grpc.StatusCode], asked: generation_pb.GenerateRequest
 ) -> None:
-    """300 requests, the same each time: a whole answer or a typed refusal that blames the request, and the next request is answered."""
+    """100 requests, the same each time: a whole answer or a typed refusal that blames the request, and the next request is answered."""
     assert ask(asked) in TYPED | {grpc.StatusCode.OK}
 
 
@@ -609,8 +609,9 @@ async def test_target_that_comes_back_with_another_tokenizer_is_not_used(tokeniz
         other = target_of(counting(), replace(fitting, tokenizer_sha256="d" * 64), port=port)
         async with running(other):
             for _ in range(20):  # for longer than it takes to connect again
-                with pytest.raises((ModelMismatch, TargetUnavailable)):
+                with pytest.raises(TargetUnavailable) as failure:  # not the caller's fault, nor its business
                     await services.client.complete(greedy(3))
+                assert "127.0.0.1" not in failure.value.message
                 await asyncio.sleep(0.05)
 
 

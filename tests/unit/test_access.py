@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from orchestrator.access import Account, Budget, LoopbackGate, TokenGate, gate_of, ingress_gate_of
-from orchestrator.door import Caller, OpenGate
-from paceline.errors import InvalidRequest, RateLimited, Unauthenticated
+from orchestrator.door import Caller, Gate, OpenGate
+from paceline.errors import InvalidRequest, RateLimited, StartupFailed, Unauthenticated
 from paceline.settings import OrchestratorSettings
 from paceline.tokens import TokenEntry, TokenFile, hash_token, new_token, write_tokens
 
@@ -192,7 +192,7 @@ def test_answers_at_once_are_counted_with_all_choices() -> None:
 def test_more_answers_than_may_ever_run_are_no_matter_of_time() -> None:
     """The caller is told to ask for fewer, not to try again, whether or not others of its answers run."""
     account = Account(entry(concurrent_answers=3), Clock())
-    with pytest.raises(InvalidRequest, match="n is 4, but at most 3"), account.answers(4):
+    with pytest.raises(InvalidRequest, match="asks for 4 answers, but at most 3"), account.answers(4):
         pass
     with account.answers(3), pytest.raises(InvalidRequest) as caught, account.answers(4):
         pass
@@ -312,3 +312,17 @@ def test_settings_choose_the_gate(path: Path, settings: dict[str, Any], own_port
     chosen = OrchestratorSettings(target="127.0.0.1:1", **named)
     assert type(gate_of(chosen)) is own_port
     assert type(ingress_gate_of(chosen)) is ingress
+
+
+def test_an_ingress_that_hides_its_callers_wants_tokens_or_a_trusted_network(tmp_path: Path) -> None:
+    """All would look as if they came from this machine: nothing starts, and it says what to do."""
+    path = tmp_path / "tokens.yaml"
+    write_tokens(path, TokenFile(tokens=(entry(),)))
+
+    def gate(**settings: Any) -> Gate:
+        return ingress_gate_of(OrchestratorSettings(target="127.0.0.1:1", **settings), hides_peers=True)
+
+    with pytest.raises(StartupFailed, match="tokens_file"):
+        gate()
+    assert type(gate(tokens_file=str(path))) is TokenGate
+    assert type(gate(trust_network=True)) is OpenGate

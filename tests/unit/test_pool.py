@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -393,6 +394,10 @@ async def test_a_pool_whose_replicas_are_all_refused_says_why() -> None:
         pool.clients["a"].refuse(ModelMismatch("Another model."))
         with pytest.raises(ModelMismatch):
             await asyncio.wait_for(waiting, 5)
+        for _ in range(10):
+            with pytest.raises(ModelMismatch) as caught:
+                pool.raise_refusal()
+        assert len(list(traceback.walk_tb(caught.value.__traceback__))) < 5, "it remembers who has met it"
 
 
 @pytest.mark.parametrize(
