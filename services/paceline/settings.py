@@ -331,7 +331,7 @@ class OrchestratorSettings(ServiceSettings):
     max_queued_requests: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="Requests that wait while --max-sessions answers run; beyond it they are refused at once. auto takes "
-        "half of --max-sessions, so that waiting adds at most half to the time of an answer; 0: nobody waits.",
+        "a quarter of --max-sessions, so that waiting adds at most a quarter to the time of an answer; 0: nobody waits.",
     )
     queue_timeout_s: float = Field(
         10.0, gt=0, description="Longest that a request waits to begin; one that would wait longer is refused at once."
@@ -444,7 +444,7 @@ class OrchestratorSettings(ServiceSettings):
     @property
     def longest_queue(self) -> int:
         """Requests that may wait."""
-        return self.max_sessions // 2 if self.max_queued_requests == "auto" else self.max_queued_requests
+        return self.max_sessions // 4 if self.max_queued_requests == "auto" else self.max_queued_requests
 
     @property
     def target_addresses(self) -> tuple[str, ...]:
