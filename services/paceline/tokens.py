@@ -63,11 +63,9 @@ class TokenEntry(BaseModel):
     def has_expired(self, now: dt.datetime) -> bool:
         if self.expires is None:
             return False
-        if isinstance(self.expires, dt.datetime):
-            moment = self.expires
-        else:
-            moment = dt.datetime.combine(self.expires + dt.timedelta(days=1), dt.time())
-        return now >= (moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC))
+        if not isinstance(self.expires, dt.datetime):
+            return now.astimezone(dt.UTC).date() > self.expires
+        return now >= (self.expires if self.expires.tzinfo else self.expires.replace(tzinfo=dt.UTC))
 
 
 class TokenFile(BaseModel):
@@ -103,7 +101,11 @@ def read_tokens(path: Path) -> TokenFile:
         raise StartupFailed(
             f"The token file {path} cannot be read ({error.strerror}); make one with `paceline token new`."
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: bytes that are no text, dates that are none
         raise StartupFailed(f"The token file {path} is not valid YAML.") from error
     try:
         return TokenFile.model_validate({} if content is None else content)

@@ -94,6 +94,7 @@ def test_json_and_an_empty_file_are_taken(tmp_path: Path) -> None:
     ("content", "why"),
     [
         ("tokens: [", "not valid YAML"),
+        ("tokens: [{name: a, sha256: HASH, expires: 2027-06-31}]", "not valid YAML"),  # no such day
         ("- a", "valid dictionary"),
         ("token: []", "Extra inputs"),
         ("tokens: [{name: a}]", "sha256: Field required"),
@@ -135,6 +136,7 @@ def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
         ("2026-11-30T12:00:01", NOON, False),
         ("2026-11-30T12:00:00+02:00", NOON, True),
         ("2026-11-30T12:00:00-02:00", NOON, False),
+        ("9999-12-31", NOON, False),
         (None, NOON, False),
     ],
 )

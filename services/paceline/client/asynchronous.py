@@ -193,6 +193,10 @@ class GenerationClient:
         except grpc.aio.AioRpcError as error:
             late = f"No reply from {self.endpoint} within {timeout_s:g} s; allow more time, or see how busy it is."
             raise explained(error, endpoint=self.endpoint, late=late) from error
+        except asyncio.CancelledError:
+            if _is_cancelled_by_caller():
+                raise
+            raise ClientClosed from None
 
     async def _answer(self, answer: Answer, interruption: Interrupted | None = None) -> AsyncGenerator[Event]:
         """What is missing of one answer, in as many calls as it takes; `interruption` is what ended the last one."""

@@ -22,12 +22,8 @@ class Connection:
         host = _checked_host(endpoint)
         if token is not None:
             _check_token(token)
-            if tls is None and not is_loopback(host) and not trust_network:
-                raise InvalidRequest(
-                    f"The token would travel to {host} for everybody on the way to read; give tls, or say by trust_network "
-                    "that nobody listens there.",
-                    parameter="token",
-                )
+            if tls is None:
+                require_private(host, trust_network=trust_network)
         self._tls = tls
         authorization = () if token is None else ((AUTHORIZATION_METADATA_KEY, f"Bearer {token}"),)
         self.metadata: Metadata = (APPLICATION_METADATA, *authorization)
@@ -35,6 +31,16 @@ class Connection:
     def open(self) -> grpc.aio.Channel:
         """A channel on the running event loop, closed by the caller; raises `StartupFailed` for unusable certificates."""
         return open_channel(self.endpoint, tls=self._tls)
+
+
+def require_private(host: str, *, trust_network: bool) -> None:
+    """Raises `InvalidRequest` where a token that travels in plaintext could be read on its way to `host`."""
+    if not is_loopback(host) and not trust_network:
+        raise InvalidRequest(
+            f"The token would travel to {host} for everybody on the way to read; give tls, or say by trust_network that "
+            "nobody listens there.",
+            parameter="token",
+        )
 
 
 def _checked_host(endpoint: str) -> str:

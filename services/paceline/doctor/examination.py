@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from paceline.client import GenerationClient
-from paceline.client.connection import Connection
+from paceline.client.connection import Connection, require_private
 from paceline.doctor.access_checks import (
     TOKEN,
     TOKENS_FILE,
@@ -361,6 +362,13 @@ class Examination:
         asked = self._deployment
         if asked.http_url is None:
             return
+        parts = urlsplit(asked.http_url)
+        if asked.token is not None and parts.scheme == "http":
+            try:
+                require_private(parts.hostname or "", trust_network=asked.trust_network)
+            except InvalidRequest as error:
+                self._note([failed(TOKEN, error.message, "Ask over https, or add --trust-network.")])
+                return
         look = await look_at_url(asked.http_url, token=asked.token, tls=asked.tls, timeout_s=self._timeout_s)
         if self._note(check_http(look, served=[model.name for model in self._models])):
             self._note(check_acceptance(look))
