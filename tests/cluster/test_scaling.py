@@ -1,4 +1,4 @@
-"""Each pool follows its own signal on a simulated cluster, under the policy for the whole application.
+"""Each pool follows its own signal under `paceline serve`, under the policy for the whole application.
 
 Tiny models whose steps are held stand for GPUs. Counts are those that `paceline status` shows.
 """
@@ -7,48 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from orchestrator.cluster import deployed
 from paceline.client import GenerationClient, GenerationRequest, SpeculationOptions, StopConditions
 from paceline.generation import Completion
 from paceline.types import VerificationRule
-from tests.cluster.applications import tiny_application
+from tests.cluster.serving import Served
 
 LIMIT_S = 150.0  # far above what a change takes
-# Seconds where production takes minutes.
-POLICY = {
-    "stall_target": 0.4,
-    "initial_ratio": 0.5,
-    "judge_interval_s": 3,
-    "settle_s": 4,
-    "raise_delay_s": 1,
-    "target_hold_s": 8,
-    "drafter_hold_s": 8,
-    "max_raise": 2.0,
-    "least_gain": 0,  # the machine itself may be what is missing
-}
-AT_ONCE = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 11}
-
 Counts = tuple[int, int]
 """Connected replicas that do not drain: targets, drafters."""
-
-
-@pytest.fixture(scope="module")
-def endpoint(tiny_model: Path) -> Iterator[str]:
-    file = tiny_application(
-        tiny_model,
-        target={"replicas": {"min": 1, "max": 2, "sessions_per_replica": 6, **AT_ONCE}},
-        drafter={"replicas": {"min": 1, "max": 3, "sessions_per_replica": 64, **AT_ONCE}},
-        drafter_service={"emulated_step_ms": 6, "logit_noise": 0.0},
-        policy=POLICY,
-    )
-    with deployed(file, is_simulated=True) as application:
-        yield application.grpc_endpoint
 
 
 async def counts(client: GenerationClient) -> Counts:
@@ -60,10 +31,10 @@ async def counts(client: GenerationClient) -> Counts:
     return targets, drafters
 
 
-async def until_counts(endpoint: str, wanted: Counts, *, never: tuple[int | None, int | None]) -> None:
+async def until_counts(served: Served, wanted: Counts, *, never: tuple[int | None, int | None]) -> None:
     """Wait for the counts; meanwhile neither pool may have more than `never` allows (None: not looked at)."""
     deadline_s = time.monotonic() + LIMIT_S
-    async with GenerationClient(endpoint) as client:
+    async with served.client() as client:
         while (seen := await counts(client)) != wanted:
             for count, most in zip(seen, never, strict=True):
                 assert most is None or count <= most, f"{seen} on the way to {wanted}"
@@ -72,10 +43,10 @@ async def until_counts(endpoint: str, wanted: Counts, *, never: tuple[int | None
 
 
 @asynccontextmanager
-async def steady_sessions(endpoint: str, number: int, *, draft_length: int) -> AsyncIterator[list[Completion]]:
+async def steady_sessions(served: Served, number: int, *, draft_length: int) -> AsyncIterator[list[Completion]]:
     """That many answers at any time; what comes out are the completions so far."""
     completions: list[Completion] = []
-    async with GenerationClient(endpoint) as client, asyncio.TaskGroup() as group:
+    async with served.client() as client, asyncio.TaskGroup() as group:
         is_over = asyncio.Event()
 
         async def keep_asking(seed: int) -> None:
@@ -102,26 +73,26 @@ def by_seed(completions: list[Completion]) -> dict[int, set[str]]:
 
 
 @pytest.mark.timeout(400)
-async def test_sessions_scale_the_targets_and_nothing_else(endpoint: str) -> None:
+async def test_sessions_scale_the_targets_and_nothing_else(served: Served) -> None:
     """Targets 1, 2, 1 as sessions come and go, drafters stay; the target that goes takes no answer with it.
 
     The answers are decoded plainly: beside real load on this machine the wait for drafts could call for drafters as well.
     """
-    await until_counts(endpoint, (1, 1), never=(1, 1))
-    async with steady_sessions(endpoint, 10, draft_length=0) as completions:
-        await until_counts(endpoint, (2, 1), never=(2, 1))
-    async with steady_sessions(endpoint, 4, draft_length=0) as fewer:
+    await until_counts(served, (1, 1), never=(1, 1))
+    async with steady_sessions(served, 10, draft_length=0) as completions:
+        await until_counts(served, (2, 1), never=(2, 1))
+    async with steady_sessions(served, 4, draft_length=0) as fewer:
         # The load falls, but does not end: open sessions have to leave the target that goes.
-        await until_counts(endpoint, (1, 1), never=(2, 1))
+        await until_counts(served, (1, 1), never=(2, 1))
     assert all(len(texts) == 1 for texts in by_seed([*completions, *fewer]).values())
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-async def test_stall_scales_the_drafters_and_nothing_else(endpoint: str) -> None:
+async def test_stall_scales_the_drafters_and_nothing_else(served: Served) -> None:
     """Drafters 1, 3, 1 as sessions wait for drafts and cease to, targets stay."""
-    await until_counts(endpoint, (1, 1), never=(1, None))
-    async with steady_sessions(endpoint, 4, draft_length=12) as completions:
-        await until_counts(endpoint, (1, 3), never=(1, 3))
-    await until_counts(endpoint, (1, 1), never=(1, 3))
+    await until_counts(served, (1, 1), never=(1, None))
+    async with steady_sessions(served, 4, draft_length=12) as completions:
+        await until_counts(served, (1, 3), never=(1, 3))
+    await until_counts(served, (1, 1), never=(1, 3))
     assert all(len(texts) == 1 for texts in by_seed(completions).values())
