@@ -492,11 +492,11 @@ def bench() -> Iterator[Bench]:
 
 
 @given(items=st.lists(any_command, min_size=1, max_size=6) | legal_rounds)
-@settings(max_examples=300, deadline=None, derandomize=True, phases=NO_SHRINKING)
+@settings(max_examples=100, deadline=None, derandomize=True, phases=NO_SHRINKING)
 def test_whatever_the_items_say_only_typed_errors_come_out(
     bench: Bench, items: list[drafter_pb.DrafterCommand]
 ) -> None:
-    """300 batches of up to 6 items, the same each time: drafts or typed failures, and the neighbour's draft every time."""
+    """100 batches of up to 6 items, the same each time: drafts or typed failures, and the neighbour's draft every time."""
     for event in bench.run(lambda peer, prefix: answers_to(items, peer, prefix)):
         if event.WhichOneof("event") == "failed":
             assert event.failed.reason in REASONS

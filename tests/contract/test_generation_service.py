@@ -22,8 +22,23 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from grpc_status import rpc_status
 
-from paceline.client import Delta, GenerationClient, OutputOptions, Started, SyncGenerationClient
-from paceline.errors import AnswerCancelled, InvalidRequest, ModelNotFound, RequestIdTaken
+from paceline.client import (
+    Delta,
+    GenerationClient,
+    OutputOptions,
+    Started,
+    StopConditions,
+    SyncGenerationClient,
+)
+from paceline.errors import (
+    AnswerCancelled,
+    ContextTooLong,
+    InvalidRequest,
+    ModelNotFound,
+    PacelineError,
+    RequestIdTaken,
+)
+from paceline.generation import ChatMessage, Finished
 from paceline.rpc import MAX_MESSAGE_BYTES, open_channel
 from paceline.types import VerificationRule
 from tests.checkpoints import save_markov_checkpoint
@@ -247,6 +262,56 @@ async def test_message_beyond_the_limit_is_refused_by_grpc_itself(services: Syst
             await cancel(b"x" * (MAX_MESSAGE_BYTES + 1), timeout=LIMIT_S)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (await services.client.complete(greedy(6))).text == TEXT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sizes
+
+
+LONGEST_PROMPT, LONGEST_ANSWER, CONTEXT = 8, 16, 64
+
+
+@pytest.mark.parametrize(
+    ("wanted", "refusal", "parameter"),
+    [
+        ({"token_ids": (1,) * (LONGEST_PROMPT + 1)}, ContextTooLong, None),
+        ({"token_ids": None, "text": "t1 " * (LONGEST_PROMPT + 1)}, ContextTooLong, None),
+        ({"token_ids": None, "text": "x" * 10_000}, ContextTooLong, None),  # refused before it is tokenized
+        ({"token_ids": None, "messages": (ChatMessage("user", "x" * 10_000),)}, ContextTooLong, None),
+        ({"stopping": StopConditions(max_tokens=LONGEST_ANSWER + 1)}, InvalidRequest, "max_tokens"),
+        ({"output_ids": (1,) * (CONTEXT + 1)}, InvalidRequest, "output_ids"),
+    ],
+    ids=["ids", "text", "characters", "messages", "max_tokens", "output_ids"],
+)
+async def test_what_is_longer_than_it_may_be_is_refused(
+    tokenizer: str, wanted: dict[str, Any], refusal: type[PacelineError], parameter: str | None
+) -> None:
+    """One more than the limit is refused by name, and the limit itself is answered."""
+    limits = {"max_prompt_tokens": LONGEST_PROMPT, "max_tokens_limit": LONGEST_ANSWER, "default_max_tokens": 4}
+    target = target_of(counting(max_context=CONTEXT))
+    async with system(target, model_drafter_of(counting()), tokenizer, **limits) as services:
+        with pytest.raises(refusal) as caught:
+            await services.client.complete(replace(greedy(4), **wanted))
+        assert getattr(caught.value, "parameter", None) == parameter
+        asked = replace(greedy(LONGEST_ANSWER), token_ids=(1,) * LONGEST_PROMPT)
+        assert len((await services.client.complete(asked)).token_ids) == LONGEST_ANSWER
+
+
+async def test_old_connection_takes_no_further_call_and_ends_none(
+    tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server parts with a connection that nothing runs on; an answer on another goes on to its end, many ages later,
+    and the next call comes over a new one."""
+    monkeypatch.setattr("orchestrator.service._CONNECTION_AGE_S", 0.1)
+    async with system(target_of(patient()), model_drafter_of(counting()), tokenizer) as services:
+        address, is_ready = services.orchestrator.address, grpc.ChannelConnectivity.READY
+        async with open_channel(address) as idle, in_mid_answer(services.client, greedy(300)) as events:
+            await idle.channel_ready()
+            await asyncio.wait_for(idle.wait_for_state_change(is_ready), LIMIT_S)
+            rest = [event async for event in events]
+            assert isinstance(rest[-1], Finished)
+            assert rest[-1].usage.completion_tokens == 300
+            assert await services.client.list_models()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

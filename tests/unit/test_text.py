@@ -373,9 +373,9 @@ def test_saved_tokenizer_loads_from_its_folder(tmp_path: Path) -> None:
 # Tokens by themselves
 
 
-@pytest.mark.parametrize("build", [byte_level_tokenizer, sentencepiece_tokenizer])
+@pytest.mark.parametrize("build", [byte_level_tokenizer, sentencepiece_tokenizer, metaspace_tokenizer])
 def test_bytes_of_single_tokens_join_to_the_text(build: Callable[[], PreTrainedTokenizerBase]) -> None:
-    """Whatever characters the tokens cut through; SentencePiece alone drops the space at the very beginning."""
+    """Whatever characters the tokens cut through; SentencePiece drops the space at the very beginning."""
     tokenizer = Tokenizer(build())
     ids = tokenizer.encode(TRICKY_TEXT)
     joined = b"".join(tokenizer.spell(token_id).utf8 for token_id in ids).decode()
