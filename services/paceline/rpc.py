@@ -461,9 +461,18 @@ class mapped_errors:  # noqa: N801 - as those of contextlib are named
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         match error:
             case PacelineError():
-                await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
+                await self._abort(error)
             case grpc.aio.BaseError():
                 pass  # the call has been ended, here or by whoever made it
             case Exception():
                 logger.error("a handler failed", exc_info=error, **self._log_fields)
-                await self._context.abort_with_status(rpc_status.to_status(to_status(internal_error())))
+                await self._abort(internal_error())
+
+    async def _abort(self, error: PacelineError) -> None:
+        try:
+            await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.BaseError:
+            # Its caller is gone, which gRPC is about to hear: else it would take this for a fault of ours.
+            raise asyncio.CancelledError from None
