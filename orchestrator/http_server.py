@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ class HttpServer:
         host, port = listener.getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         if self._tls is not None and watched is not None and self._server.config.ssl is not None:
             self._following = asyncio.create_task(_follow(self._tls, watched, self._server.config.ssl))
@@ -96,6 +98,11 @@ async def _follow(tls: ServerTls, watched: Watched[TlsMaterial], context: ssl.SS
             with suppress(OSError, ssl.SSLError):  # they change again this very moment, and are looked at again
                 context.load_cert_chain(tls.cert, tls.key)
                 shown = renewed
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """That what still runs is ended when the server stops is no error."""
+    return "timeout graceful shutdown exceeded" not in record.getMessage()
 
 
 def _ended_quietly(application: ASGIApp) -> ASGIApp:

@@ -265,7 +265,9 @@ async def _refuse_route(request: Request, refusal: Exception) -> JSONResponse:
     assert isinstance(refusal, HTTPException)
     if refusal.status_code == 405:
         problem = Problem(
-            status=405, message=f"{request.url.path} does not take {request.method}.", code="method_not_allowed"
+            status=405,
+            message=f"{request.url.path} does not take {request.method}; use {(refusal.headers or {}).get('Allow', 'another')}.",
+            code="method_not_allowed",
         )
     else:
         problem = Problem(

@@ -457,6 +457,8 @@ def _refusal(error: ValidationError) -> InvalidRequest:
         case "value_error":
             complaint = fault["msg"].removeprefix("Value error, ")
             sentence = f"{parameter} {complaint}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            sentence = f"{parameter} must be an object."
         case _:
             # "Input should be a valid integer", "String should have at most 256 characters", and others of that form.
             sentence = f"{parameter} must{fault['msg'].partition('should')[2]}."

@@ -757,7 +757,7 @@ async def test_nobody_listening_is_said_with_a_remedy() -> None:
     with serving(FakeGenerationService()) as endpoint:
         pass
     async with GenerationClient(endpoint) as client:
-        remedy = f"Nothing answers at {endpoint}; start it with `paceline up` or `paceline serve`."
+        remedy = f"Nothing answers at {endpoint}; start it with `paceline up` or `paceline serve`, or ask"
         with pytest.raises(ServerUnavailable, match=re.escape(remedy)):
             await client.complete(REQUEST)
         with pytest.raises(ServerUnavailable):

@@ -314,6 +314,7 @@ async def test_paths_and_methods_that_there_are_not() -> None:
         response = await front.client.get("/v1/completions")
         assert (response.status_code, error_in(response)["code"]) == (405, "method_not_allowed")
         assert response.headers["allow"] == "POST"
+        assert "use POST" in error_in(response)["message"]
 
 
 async def test_model_that_is_not_served_is_not_found() -> None:

@@ -143,3 +143,12 @@ def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
 def test_a_token_is_taken_until_its_last_moment(expires: Any, moment: dt.datetime, is_over: bool) -> None:
     """A day ends with its last second, in UTC unless the entry says otherwise."""
     assert entry(expires=expires).has_expired(moment) is is_over
+
+
+def test_a_token_that_is_over_already_is_not_made(tmp_path: Path) -> None:
+    """The command says so, and leaves the file as it was."""
+    path = tmp_path / "tokens.yaml"
+    result = CliRunner().invoke(app, ["token", "new", "a", "--file", str(path), "--expires", "2020-01-01"])
+    assert result.exit_code == 2
+    assert "2020-01-01 is over already" in result.stderr
+    assert not path.exists()

@@ -63,6 +63,8 @@ def new(
             tokens_per_minute=tokens_per_minute,
             expires=expires.date() if expires else None,
         )
+    if entry.has_expired(dt.datetime.now(dt.UTC)):
+        raise InvalidRequest(f"{entry.expires} is over already; choose a later day.", parameter="expires")
     known = read_tokens(file) if file.exists() else TokenFile()
     if not replace and any(other.name == name for other in known.tokens):
         raise InvalidRequest(

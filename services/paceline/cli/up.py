@@ -21,7 +21,8 @@ from paceline.errors import StartupFailed, TargetUnavailable
 from paceline.local_stack import NGRAM_DRAFTER, LocalStack, LocalStackSettings, refuse_taken_port
 
 _WATCH_INTERVAL_S = 0.2
-_HTTP_PORT = 8000
+_GRPC_PORT = 9000
+_HTTP_PORT = 8000  # as OpenAI-compatible servers usually have
 _LOG_FRAME = {"event", "level", "service", "timestamp"}
 
 
@@ -53,8 +54,15 @@ def up(
     rule: options.Rule = None,
     draft_length: options.DraftLength = None,
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port of the endpoint; 0 takes any free one.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--port",
+            min=0,
+            max=65535,
+            help=f"Port of the endpoint; 0 takes any free one. By default {_GRPC_PORT}, where the other commands look, or a "
+            "free one if that is taken.",
+        ),
+    ] = None,
     http_port: Annotated[
         int | None,
         typer.Option(
@@ -77,8 +85,8 @@ def up(
         draft_length=draft_length,
         dtype=dtype or options.DtypeChoice.AUTO,
         logit_noise=logit_noise,
-        port=port,
-        http_port=_free_http_port() if http_port is None else http_port,
+        port=_usual_port(_GRPC_PORT, option="--port") if port is None else port,
+        http_port=_usual_port(_HTTP_PORT, option="--http-port") if http_port is None else http_port,
         reflection=True,  # here is where things are tried out
         log_level=log_level,
     )
@@ -94,13 +102,13 @@ def up(
         _watch(stack, terminal)
 
 
-def _free_http_port() -> int:
-    """The usual port of OpenAI-compatible servers, or 0 for any other if it is taken."""
+def _usual_port(port: int, *, option: str) -> int:
+    """That port, or 0 for any other if it is taken."""
     try:
-        refuse_taken_port(_HTTP_PORT, option="--http-port")
+        refuse_taken_port(port, option=option)
     except StartupFailed:
         return 0
-    return _HTTP_PORT
+    return port
 
 
 def _curl_line(url: str, info: ServerInfo) -> str:

@@ -2,11 +2,11 @@
 
 Light on purpose: importing it loads gRPC and the generated code, but no torch, no Ray and no engine.
 
-    async with GenerationClient("127.0.0.1:50051") as client:
+    async with GenerationClient("127.0.0.1:9000") as client:
         async for event in client.generate(GenerationRequest(text="Once upon a time")):
             ...
 
-    with SyncGenerationClient("127.0.0.1:50051") as client:
+    with SyncGenerationClient("127.0.0.1:9000") as client:
         for event in client.generate(GenerationRequest(text="Once upon a time")):
             ...
 """

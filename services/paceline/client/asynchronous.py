@@ -277,7 +277,7 @@ class GenerationClient:
             await asyncio.sleep(pause_s)
             if self._channel is not None:
                 return
-        raise failure from interruption.__cause__
+        raise failure from None  # in our words; what gRPC calls it says no more
 
     def _most_failures(self, asked: Asked, failure: PacelineError) -> int:
         """Failures in a row after which another call is made."""

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from paceline.errors import DeadlineExceeded, InvalidRequest, PacelineError, QueueFull, RateLimited
+from paceline.errors import DeadlineExceeded, InvalidRequest, PacelineError, QueueFull
 from paceline.generation import IncompleteAnswer
 from paceline.rpc import ERROR_DOMAIN, STATUS_CODES
 
@@ -39,7 +39,10 @@ def explained(error: grpc.aio.AioRpcError, *, endpoint: str, late: str, in_mid_a
         case grpc.StatusCode.UNAVAILABLE if in_mid_answer:
             return ServerUnavailable(f"The server at {endpoint} went away in mid-answer; ask again.")
         case grpc.StatusCode.UNAVAILABLE:
-            return ServerUnavailable(f"Nothing answers at {endpoint}; start it with `paceline up` or `paceline serve`.")
+            return ServerUnavailable(
+                f"Nothing answers at {endpoint}; start it with `paceline up` or `paceline serve`, or ask `paceline doctor "
+                f"--endpoint {endpoint}` what is there."
+            )
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(late)
         case grpc.StatusCode.UNIMPLEMENTED:
@@ -50,8 +53,7 @@ def explained(error: grpc.aio.AioRpcError, *, endpoint: str, late: str, in_mid_a
             return PacelineError(error.details() or f"The server failed with {code.name}.", reason=code.name)
 
 
-_KINDS: tuple[type[PacelineError], ...] = (*STATUS_CODES, RateLimited)
-_KIND_BY_REASON = {kind.reason: kind for kind in _KINDS}
+_KIND_BY_REASON = {kind.reason: kind for kind in STATUS_CODES}
 
 
 def reported_error(error: grpc.aio.AioRpcError) -> PacelineError | None:
