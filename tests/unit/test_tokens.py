@@ -15,6 +15,7 @@ import pytest
 
 from paceline.errors import StartupFailed
 from paceline.tokens import TokenEntry, TokenFile, find_entry, hash_token, new_token, read_tokens, write_tokens
+from tests.command_line import paceline, refused
 
 NOON = dt.datetime(2026, 11, 30, 12, tzinfo=dt.UTC)
 
@@ -148,7 +149,6 @@ def test_a_token_is_taken_until_its_last_moment(expires: Any, moment: dt.datetim
 def test_a_token_that_is_over_already_is_not_made(tmp_path: Path) -> None:
     """The command says so, and leaves the file as it was."""
     path = tmp_path / "tokens.yaml"
-    result = CliRunner().invoke(app, ["token", "new", "a", "--file", str(path), "--expires", "2020-01-01"])
-    assert result.exit_code == 2
-    assert "2020-01-01 is over already" in result.stderr
+    words = refused(paceline("token", "new", "a", "--file", str(path), "--expires", "2020-01-01"), status=1)
+    assert "2020-01-01 is over already" in words
     assert not path.exists()
