@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.bench.delay_link import DelayLink
+from paceline.bench.delay_link import DelayLink, Relay, _End
 
 DELAY_S = 0.02
 
@@ -134,3 +135,35 @@ def test_nobody_upstream_is_a_closed_connection() -> None:
         host, port = link.address.split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             assert connection.recv(1) == b""
+
+
+class Written(asyncio.Transport):
+    """Remembers what was written to it, and whether it was closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data, self.is_closed = b"", False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.data += bytes(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def resume_reading(self) -> None:
+        """Nothing was ever paused."""
+
+
+@pytest.mark.parametrize("has_gone", [False, True])
+async def test_what_comes_before_the_other_side_is_there_is_handed_on(has_gone: bool) -> None:
+    """In its order, and behind it the end, if the caller has gone by then: not every Python pauses from the beginning."""
+    relay = Relay(("127.0.0.1", 1))
+    early, other = _End(relay), _End(relay)
+    early._transport, written = Written(), Written()
+    other._transport = written
+    for data in (b"last ", b"words"):
+        early.data_received(data)
+    if has_gone:
+        early.connection_lost(None)
+    early.join(other)
+    assert (written.data, written.is_closed) == (b"last words", has_gone)

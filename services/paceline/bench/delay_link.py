@@ -116,6 +116,7 @@ class _End(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._other: _End | None = None
+        self._early: list[bytes] = []  # read before the other end was there: not every Python pauses from the beginning
         self._waiting: deque[tuple[float, bytes]] = deque()  # due, data; empty data closes
         self._waiting_bytes = 0
 
@@ -130,7 +131,9 @@ class _End(asyncio.Protocol):
             transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        assert self._other is not None, "nothing is read before both ends are there"
+        if self._other is None:
+            self._early.append(data)
+            return
         self._other.write_later(data)
         if self._other.is_full and self._transport is not None:
             self._transport.pause_reading()
@@ -145,8 +148,12 @@ class _End(asyncio.Protocol):
 
     def join(self, other: _End) -> None:
         self._other = other
+        while self._early:
+            other.write_later(self._early.pop(0))
         if self._transport is not None:
             self._transport.resume_reading()
+        else:  # it has gone meanwhile
+            other.write_later(b"")
 
     @property
     def is_full(self) -> bool:
