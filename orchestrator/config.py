@@ -277,11 +277,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigInvalid(f"{path} cannot be read ({error.strerror}); name a configuration file.") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: bytes that are no text, dates that are none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: bytes that are no text, and days that there are not.
         raise ConfigInvalid(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         raise ConfigInvalid(f"{path} holds no configuration; deploy/serve has examples.")

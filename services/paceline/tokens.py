@@ -101,11 +101,8 @@ def read_tokens(path: Path) -> TokenFile:
         raise StartupFailed(
             f"The token file {path} cannot be read ({error.strerror}); make one with `paceline token new`."
         ) from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: bytes that are no text, dates that are none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: bytes that are no text, and days that there are not.
         raise StartupFailed(f"The token file {path} is not valid YAML.") from error
     try:
         return TokenFile.model_validate({} if content is None else content)
