@@ -39,6 +39,7 @@ from paceline.client import (
     Usage,
     VerificationRule,
 )
+from paceline.client.failures import ClientClosed
 from paceline.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -791,6 +792,28 @@ async def test_closing_the_client_ends_its_streams_with_an_error(
     with pytest.raises(IncompleteAnswer):
         await following
     released.set()
+
+
+async def test_closing_the_client_ends_its_questions_with_an_error() -> None:
+    """As it does its streams: whoever asked is told, and has not been cancelled."""
+    released, is_asked = threading.Event(), threading.Event()
+
+    class Silent(FakeGenerationService):
+        def ListModels(  # noqa: N802
+            self, request: pb.ListModelsRequest, context: grpc.ServicerContext
+        ) -> pb.ListModelsResponse:
+            is_asked.set()
+            released.wait(30)
+            return super().ListModels(request, context)
+
+    with serving(Silent()) as endpoint:
+        client = await GenerationClient(endpoint).__aenter__()
+        asking = asyncio.ensure_future(client.list_models())
+        await asyncio.to_thread(is_asked.wait, 30)
+        await client.__aexit__(None, None, None)
+        with pytest.raises(ClientClosed):
+            await asking
+        released.set()
 
 
 @pytest.mark.parametrize(

@@ -503,6 +503,24 @@ async def test_a_model_that_is_not_served(tokenizer: str) -> None:
 # HTTP
 
 
+async def test_the_token_is_shown_to_no_http_url_that_others_can_read(
+    tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond this machine in plaintext: nothing is asked there, and it says what to do."""
+
+    async def never(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("it was asked")
+
+    monkeypatch.setattr("paceline.doctor.examination.look_at_url", never)
+    async with system(target(), None, tokenizer) as services:
+        fault = only_fault(
+            await examine(services.orchestrator.address, http_url="http://gateway.example:8000", token=new_token())
+        )
+    assert fault.name == "token"
+    assert "gateway.example" in fault.sentence
+    assert "https" in fault.remedy
+
+
 async def test_http_urls_that_lead_elsewhere(tokenizer: str) -> None:
     """Nobody there, something else, https where plaintext is spoken, and a token that is missing."""
     port = free_port()
